@@ -1,0 +1,210 @@
+//! The CPU backend: fast enough that trees pay here too.
+//!
+//! Its building blocks are public, because an engine whose target runs on the CPU needs them as well: a
+//! verify row equals a decode row bit for bit only if every operation between them treats each row alone.
+
+mod attention;
+#[cfg(test)]
+mod golden;
+mod head;
+mod linear;
+mod ops;
+mod simd;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::bf16;
+use rayon::prelude::*;
+
+use super::{Backend, DraftLimits, DraftState};
+use crate::draft::{Eagle3Checkpoint, Matrix, Weights};
+use crate::error::{Error, Result, expect_len};
+use crate::sampling::ChoiceKey;
+
+pub use attention::{AttentionRow, KvCache, KvShape};
+pub use linear::PackedLinear;
+pub use ops::{Rope, silu_mul};
+pub use simd::Weight;
+
+/// Threads of this machine.
+#[derive(Clone, Debug)]
+pub struct Cpu {
+    pool: Arc<rayon::ThreadPool>,
+    isa: simd::Isa,
+}
+
+impl Cpu {
+    /// One thread for each core that this process may use.
+    ///
+    /// # Errors
+    /// *Fault* when the system gives no threads.
+    pub fn new() -> Result<Self> {
+        Self::with_threads(std::thread::available_parallelism().map_or(1, Into::into))
+    }
+
+    /// A given number of threads.
+    ///
+    /// # Errors
+    /// *Misuse* for 0 threads; *fault* when the system gives none.
+    pub fn with_threads(num_threads: usize) -> Result<Self> {
+        if num_threads == 0 {
+            return Err(Error::misuse("threads", "at least 1", 0));
+        }
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(num_threads).build();
+        let pool = pool.map_err(|e| Error::fault("threads", num_threads, e))?;
+        Ok(Self { pool: Arc::new(pool), isa: simd::Isa::detect() })
+    }
+
+    /// Number of threads.
+    pub fn num_threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+
+    /// Runs `action` on one of the threads, where every operation of this backend starts at once instead of
+    /// waking the threads first. An engine runs its whole decoding loop inside.
+    pub fn install<R: Send>(&self, action: impl FnOnce() -> R + Send) -> R {
+        self.pool.install(action)
+    }
+
+    /// Gives each thread a run of `0..count`; every index is in exactly one.
+    fn split(&self, count: usize, action: impl Fn(Range<usize>) + Sync) {
+        let tasks = self.num_threads().min(count);
+        if tasks <= 1 {
+            return action(0..count);
+        }
+        let bound = |task: usize| count * task / tasks;
+        let run = |task: usize| action(bound(task)..bound(task + 1));
+        self.install(|| (0..tasks).into_par_iter().with_max_len(1).for_each(run));
+    }
+
+    fn isa(&self) -> simd::Isa {
+        self.isa
+    }
+}
+
+/// An embedding table that engine and drafter share, `[vocab, hidden]` row-major.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    hidden: usize,
+    table: Table,
+}
+
+#[derive(Clone, Debug)]
+enum Table {
+    F32(Arc<[f32]>),
+    Bf16(Arc<[bf16]>),
+}
+
+impl Embedding {
+    /// A view of an f32 table.
+    ///
+    /// # Errors
+    /// *Misuse* when it is not whole rows of `hidden` elements.
+    pub fn f32(table: Arc<[f32]>, hidden: usize) -> Result<Self> {
+        Self::checked(table.len(), hidden, Table::F32(table))
+    }
+
+    /// A view of a bf16 table.
+    ///
+    /// # Errors
+    /// As [`f32`](Self::f32).
+    pub fn bf16(table: Arc<[bf16]>, hidden: usize) -> Result<Self> {
+        Self::checked(table.len(), hidden, Table::Bf16(table))
+    }
+
+    fn checked(len: usize, hidden: usize, table: Table) -> Result<Self> {
+        if hidden == 0 || len == 0 || len % hidden != 0 {
+            let wanted = format!("a positive multiple of the hidden size {hidden}");
+            return Err(Error::misuse("embedding table", wanted, len));
+        }
+        Ok(Self { hidden, table })
+    }
+
+    fn from_matrix(matrix: &Matrix) -> Result<Self> {
+        match &matrix.weights {
+            Weights::F32(weights) => Self::f32(weights.as_slice().into(), matrix.columns),
+            Weights::Bf16(weights) => Self::bf16(weights.as_slice().into(), matrix.columns),
+        }
+    }
+
+    /// Number of tokens.
+    pub fn vocab(&self) -> usize {
+        let len = match &self.table {
+            Table::F32(table) => table.len(),
+            Table::Bf16(table) => table.len(),
+        };
+        len / self.hidden
+    }
+
+    /// Elements of a token's row.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// Copies a token's row, `[hidden]`, widened to f32.
+    ///
+    /// # Errors
+    /// *Misuse* when the token is not in the table or `out` has another length.
+    pub fn copy_row(&self, token: crate::TokenId, out: &mut [f32]) -> Result<()> {
+        expect_len("embedding row", self.hidden, out.len())?;
+        let index = token.0 as usize;
+        if index >= self.vocab() {
+            return Err(Error::misuse("token", format_args!("below {}", self.vocab()), index));
+        }
+        let row = index * self.hidden..(index + 1) * self.hidden;
+        match &self.table {
+            Table::F32(table) => out.copy_from_slice(&table[row]),
+            Table::Bf16(table) => {
+                for (out, value) in out.iter_mut().zip(&table[row]) {
+                    *out = value.to_f32();
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Backend for Cpu {
+    type View<'a> = &'a [f32];
+    type Draft = head::CpuHead;
+    type Embedding = Embedding;
+
+    const KV_PAGE_SIZE: usize = KvCache::PAGE_SIZE;
+
+    fn load_draft(
+        &self,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<Embedding>,
+        limits: DraftLimits,
+    ) -> Result<Self::Draft> {
+        head::CpuHead::new(checkpoint, embedding, limits)
+    }
+
+    fn view_len(view: &[f32]) -> usize {
+        view.len()
+    }
+
+    fn keep_features(
+        &self,
+        draft: &mut Self::Draft,
+        slot: usize,
+        features: &[f32],
+        rows: impl Iterator<Item = usize>,
+    ) {
+        draft.keep_features(slot, features, rows);
+    }
+
+    fn forget_features(&self, draft: &mut Self::Draft, slot: usize) {
+        draft.forget_features(slot);
+    }
+
+    fn draft(&self, draft: &mut Self::Draft, states: &mut [DraftState], active: &[usize]) -> Result<()> {
+        // From inside the pool every layer starts without waking threads first.
+        self.install(|| draft.draft(self, states, active))
+    }
+
+    fn choose(&self, logits: &[f32], vocab: usize, row: usize) -> Result<ChoiceKey> {
+        ops::choose(&logits[row * vocab..][..vocab])
+    }
+}

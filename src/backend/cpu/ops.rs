@@ -1,0 +1,294 @@
+//! Element-wise and row-wise operations, vectorised by the compiler for each instruction set.
+//!
+//! Plain multiplications and additions only: the same bits from every version of a function.
+
+use multiversion::multiversion;
+
+use crate::error::Result;
+use crate::sampling::{ChoiceKey, nan_logit, reject_masked};
+use crate::tree::TokenId;
+
+/// Elements that a reduction keeps apart until its end. Its shape depends on the length alone.
+const LANES: usize = 32;
+
+/// `e^x` to about 1 ulp, by Cody-Waite reduction to `2^n e^r` and a polynomial; 0 below -87, NaN for NaN.
+#[inline(always)]
+fn exp(x: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    let clamped = if x > 88.0 { 88.0 } else { x };
+    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = clamped - n * 0.693_359_4;
+    let r = r + n * 2.121_944_4e-4;
+    let p = 1.987_569_1e-4;
+    let p = p * r + 1.398_199_9e-3;
+    let p = p * r + 8.333_452e-3;
+    let p = p * r + 4.166_579_6e-2;
+    let p = p * r + 1.666_666_5e-1;
+    let p = p * r + 5e-1;
+    let y = p * r * r + r + 1.0;
+    let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
+    if x < -87.0 { 0.0 } else { y * power }
+}
+
+/// Replaces scores by `exp((score - max) * scale)` and returns the sum of those weights.
+///
+/// `scale` is positive. Lane `i` sums every 32nd weight from the `i`-th on, in order; the lanes are added
+/// pairwise.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+pub(super) fn softmax_weights(scores: &mut [f32], scale: f32) -> f32 {
+    let max = max(scores);
+    let mut sums = [0.0f32; LANES];
+    for chunk in scores.chunks_mut(LANES) {
+        for (sum, score) in sums.iter_mut().zip(chunk) {
+            *score = exp((*score - max) * scale);
+            *sum += *score;
+        }
+    }
+    pairwise(sums)
+}
+
+#[inline(always)]
+fn pairwise(mut sums: [f32; LANES]) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            sums[i] += sums[i + half];
+        }
+        half /= 2;
+    }
+    sums[0]
+}
+
+/// The largest element that is not NaN; negative infinity if there is none.
+#[inline(always)]
+fn max(values: &[f32]) -> f32 {
+    let greater = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for chunk in values.chunks(LANES) {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane = greater(*lane, value);
+        }
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, greater)
+}
+
+/// `out = silu(gate) * up`, where `gate_up` holds `[gate, up]` for each row and `out` is half as wide.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn silu_mul_row(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+        *out = gate / (1.0 + exp(-gate)) * up;
+    }
+}
+
+/// The gated activation of a Llama MLP: `out = silu(gate) * up`.
+///
+/// `gate_up` is `[rows, 2, width]`, the output of a stacked gate and up projection; `out` is
+/// `[rows, width]`. f32, each element by itself.
+///
+/// # Panics
+/// When `gate_up` is not twice as long as `out`, or `out` is not whole rows of `width`.
+pub fn silu_mul(gate_up: &[f32], width: usize, out: &mut [f32]) {
+    assert!(gate_up.len() == 2 * out.len() && out.len().is_multiple_of(width));
+    for (gate_up, out) in gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
+        let (gate, up) = gate_up.split_at(width);
+        silu_mul_row(gate, up, out);
+    }
+}
+
+/// [`choose`](crate::sampling::choose), fast.
+pub(super) fn choose(logits: &[f32]) -> Result<ChoiceKey> {
+    let (max, has_nan) = max_and_nan(logits);
+    if has_nan {
+        let token = logits.iter().position(|logit| logit.is_nan()).unwrap_or_default();
+        return Err(nan_logit(TokenId(token as u32)));
+    }
+    let place = logits.chunks(LANES).position(|chunk| chunk.contains(&max)).unwrap_or_default();
+    let offset = logits.iter().skip(place * LANES).position(|logit| *logit == max);
+    // A row that is all negative infinity, or empty, has a position or not; the check refuses both.
+    let token = place * LANES + offset.unwrap_or_default();
+    reject_masked(ChoiceKey::new(max, TokenId(token as u32)))
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn max_and_nan(values: &[f32]) -> (f32, bool) {
+    let mut nan = [0u32; LANES];
+    for chunk in values.chunks(LANES) {
+        for (nan, value) in nan.iter_mut().zip(chunk) {
+            *nan |= u32::from(value.is_nan());
+        }
+    }
+    (max(values), nan.into_iter().any(|nan| nan != 0))
+}
+
+/// `ln(sum(exp(values)))`; NaN if a value is NaN or +infinity.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+pub(super) fn log_sum_exp(values: &[f32]) -> f32 {
+    let max = max(values);
+    let mut sums = [0.0f32; LANES];
+    for chunk in values.chunks(LANES) {
+        for (sum, value) in sums.iter_mut().zip(chunk) {
+            *sum += exp(value - max);
+        }
+    }
+    max + pairwise(sums).ln()
+}
+
+/// The indices and values of the `k` largest, largest first, at ties the lowest index first. No NaN.
+pub(super) fn top_k(values: &[f32], k: usize, best: &mut Vec<(u32, f32)>) {
+    best.clear();
+    if k == 0 {
+        return;
+    }
+    let mut bar = f32::NEG_INFINITY; // a value must exceed it, once there are k
+    for (place, chunk) in values.chunks(LANES).enumerate() {
+        if best.len() == k && !any_above(chunk, bar) {
+            continue;
+        }
+        for (index, &value) in ((place * LANES) as u32..).zip(chunk) {
+            if best.len() == k {
+                if value <= bar {
+                    continue;
+                }
+                best.pop();
+            }
+            let place = best.partition_point(|&(_, other)| other >= value);
+            best.insert(place, (index, value));
+            bar = best[best.len() - 1].1;
+        }
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn any_above(chunk: &[f32], bar: f32) -> bool {
+    let mut above = [0u32; LANES];
+    for (above, value) in above.iter_mut().zip(chunk) {
+        *above = u32::from(*value > bar);
+    }
+    above.into_iter().fold(0, |a, b| a | b) != 0
+}
+
+/// Cosines and sines of rotary position embeddings, in the half-split ("NeoX") form that Llama uses.
+///
+/// Pair `i` of a head of `head_dim` elements is elements `i` and `i + head_dim / 2`; at position `p` it
+/// turns by `p * theta^(-2 i / head_dim)` (Su et al., 2021). Angles are products in f32, as in the
+/// Transformers library.
+#[derive(Clone, Debug)]
+pub struct Rope {
+    half: usize,
+    table: Vec<(f32, f32)>, // [positions, half] of (cos, sin)
+}
+
+impl Rope {
+    /// A table for positions `0..num_positions`.
+    pub fn new(head_dim: usize, theta: f32, num_positions: usize) -> Self {
+        let half = head_dim / 2;
+        let frequency = |i: usize| 1.0 / theta.powf((2 * i) as f32 / head_dim as f32);
+        let frequencies: Vec<f32> = (0..half).map(frequency).collect();
+        let angles = |p: usize| frequencies.iter().map(move |f| p as f32 * f);
+        let table = (0..num_positions).flat_map(angles);
+        Self { half, table: table.map(|angle| (angle.cos(), angle.sin())).collect() }
+    }
+
+    /// Number of positions in the table.
+    pub fn num_positions(&self) -> usize {
+        self.table.len() / self.half.max(1)
+    }
+
+    /// Turns all heads of one row, `[heads, head_dim]`, to `position`.
+    ///
+    /// # Panics
+    /// When the position is not in the table.
+    pub fn turn(&self, position: usize, row: &mut [f32]) {
+        let table = &self.table[position * self.half..][..self.half];
+        for head in row.chunks_exact_mut(2 * self.half) {
+            let (first, second) = head.split_at_mut(self.half);
+            for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(table) {
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::sampling;
+
+    #[test]
+    fn exp_is_close_everywhere() {
+        for i in -900_000..=880_000 {
+            let x = i as f32 / 10_000.0;
+            let (got, want) = (f64::from(exp(x)), f64::from(x).exp());
+            if x < -87.0 {
+                assert_eq!(got, 0.0);
+            } else {
+                assert!((got - want).abs() <= 2e-7 * want, "{x}: {got} {want}");
+            }
+        }
+        assert!(exp(f32::NAN).is_nan());
+        assert_eq!((exp(0.0), exp(f32::NEG_INFINITY)), (1.0, 0.0));
+    }
+
+    fn logit() -> impl Strategy<Value = f32> {
+        prop_oneof![
+            8 => (-6i8..6).prop_map(f32::from),
+            4 => -50.0f32..50.0,
+            1 => Just(f32::NEG_INFINITY),
+            1 => Just(f32::INFINITY),
+            1 => Just(-0.0),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn choose_is_the_specification(
+            mut row in prop::collection::vec(logit(), 0..200),
+            nan in prop::option::weighted(0.1, 0usize..200),
+        ) {
+            if let Some(slot) = nan.and_then(|nan| row.get_mut(nan)) {
+                *slot = f32::NAN;
+            }
+            let same = |r: Result<ChoiceKey>| r.map_err(|e| e.to_string());
+            prop_assert_eq!(same(choose(&row)), same(sampling::choose(&row)));
+        }
+
+        #[test]
+        fn top_k_is_a_stable_sort(row in prop::collection::vec(logit(), 1..300), k in 0usize..12) {
+            let mut sorted: Vec<(u32, f32)> = (0..).zip(row.iter().copied()).collect();
+            sorted.sort_by(|a, b| b.1.partial_cmp(&a.1).unwrap().then(a.0.cmp(&b.0)));
+            sorted.truncate(k);
+            let mut best = Vec::new();
+            top_k(&row, k, &mut best);
+            prop_assert_eq!(best, sorted);
+        }
+
+        #[test]
+        fn log_sum_exp_is_close(row in prop::collection::vec(-40.0f32..40.0, 1..300)) {
+            let want = row.iter().map(|&x| f64::from(x).exp()).sum::<f64>().ln();
+            prop_assert!((f64::from(log_sum_exp(&row)) - want).abs() < 1e-4);
+        }
+
+        #[test]
+        fn softmax_sums_to_one(mut row in prop::collection::vec(-40.0f32..40.0, 1..300)) {
+            let plain = row.clone();
+            let sum = softmax_weights(&mut row, 0.125);
+            let max = plain.iter().copied().fold(f32::MIN, f32::max);
+            let total: f64 = plain.iter().map(|&x| f64::from((x - max) * 0.125).exp()).sum();
+            prop_assert!((f64::from(sum) - total).abs() < 1e-5 * total);
+            for (weight, x) in row.iter().zip(&plain) {
+                prop_assert!((f64::from(*weight) - f64::from((x - max) * 0.125).exp()).abs() < 1e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn log_sum_exp_of_a_bad_row_is_nan() {
+        assert!(log_sum_exp(&[0.0, f32::NAN]).is_nan());
+        assert!(log_sum_exp(&[0.0, f32::INFINITY]).is_nan());
+        assert!(log_sum_exp(&[f32::NEG_INFINITY; 4]).is_nan());
+        assert_eq!(log_sum_exp(&[f32::NEG_INFINITY, 2.0]), 2.0);
+    }
+}

@@ -1,0 +1,97 @@
+//! Backends: where the draft model runs and the target's logits are read.
+//!
+//! Users hold a backend *value* and give it to a [`Speculator`](crate::Speculator); nothing is inferred and
+//! there is no global default.
+
+pub mod cpu;
+
+use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint};
+use crate::error::Result;
+use crate::kv::PageTable;
+use crate::sampling::ChoiceKey;
+use crate::tree::TokenId;
+
+/// Memory and the coarse operations that touch it.
+///
+/// Everything that *decides* is in the pure modules; a backend computes, on arguments that were checked
+/// before. Sealed, so that an operation can be added later: users name a backend, they don't call it.
+pub trait Backend: sealed::Sealed + Sized {
+    /// A float matrix of the engine, `[rows, width]` row-major, borrowed for one call. On [`cpu::Cpu`]
+    /// it is `&[f32]`.
+    type View<'a>: Copy;
+    /// The target's embedding table, shared with the engine.
+    type Embedding;
+    /// A draft model: weights, KV pages, and the features that wait to be drafted from.
+    type Draft;
+
+    /// Rows in a page of the draft model's KV cache.
+    const KV_PAGE_SIZE: usize;
+
+    /// Brings a head's weights into this backend's memory.
+    ///
+    /// # Errors
+    /// *Unsupported* when the backend has no kernel for a size of the head; *misuse* when the head needs the
+    /// target's embedding table and `embedding` is missing or of another shape.
+    fn load_draft(
+        &self,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<Self::Embedding>,
+        limits: DraftLimits,
+    ) -> Result<Self::Draft>;
+
+    /// Number of elements of a view.
+    fn view_len(view: Self::View<'_>) -> usize;
+
+    /// Appends some rows of `features` to those that wait in `slot`.
+    fn keep_features(
+        &self,
+        draft: &mut Self::Draft,
+        slot: usize,
+        features: Self::View<'_>,
+        rows: impl Iterator<Item = usize>,
+    );
+
+    /// Drops all features that wait in `slot`.
+    fn forget_features(&self, draft: &mut Self::Draft, slot: usize);
+
+    /// Runs the draft model for the requests in the slots `active`: extends the KV of each by the pairs that
+    /// wait, then fills its candidate pool level by level.
+    ///
+    /// # Errors
+    /// *Fault* when the device fails.
+    fn draft(&self, draft: &mut Self::Draft, states: &mut [DraftState], active: &[usize]) -> Result<()>;
+
+    /// The target's token of one row of logits, `[rows, vocab]`: [`choose`](crate::sampling::choose).
+    ///
+    /// # Errors
+    /// *Fault* when the row gives no token.
+    fn choose(&self, logits: Self::View<'_>, vocab: usize, row: usize) -> Result<ChoiceKey>;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::cpu::Cpu {}
+}
+
+/// What a draft model must have room for.
+#[derive(Clone, Copy, Debug)]
+pub struct DraftLimits {
+    /// Requests admitted at the same time.
+    pub max_requests: usize,
+    /// Prompt and output tokens of a request.
+    pub max_len: usize,
+    /// Pages of the draft model's KV cache.
+    pub num_kv_pages: usize,
+}
+
+/// The draft side of one request. Slot `i` of a speculator and of its backend is the same request.
+#[derive(Debug)]
+pub struct DraftState {
+    /// Draft KV: one row for each pair of a target feature and the token after it.
+    pub(crate) table: PageTable,
+    /// The tokens after the features that wait. There may be one feature more than tokens.
+    pub(crate) next_tokens: Vec<TokenId>,
+    /// For this step.
+    pub(crate) budget: DraftBudget,
+    pub(crate) pool: CandidatePool,
+}

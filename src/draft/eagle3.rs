@@ -1,0 +1,208 @@
+//! The EAGLE-3 draft tree: which candidates a step considers, extends and finally verifies.
+//!
+//! The rule is that of EAGLE-2 and EAGLE-3 (Li et al., 2024 and 2025) with every tie decided: a level's
+//! frontier of at most `width` nodes each proposes its `width` likeliest tokens; the best `width` of those
+//! by path log-probability are the next frontier; at the end the best `nodes - 1` candidates of all levels
+//! are verified. *Better* is a higher score, then a lower candidate index. A child never scores above its
+//! parent and always has a higher index, so the verified set contains the parent of each of its members.
+//!
+//! Pure: a backend computes log-probabilities and asks here what to do with them.
+
+use crate::error::{Error, Result};
+use crate::tree::{DraftTree, NodeId, NodeSet, TokenId};
+
+/// How much one request may draft in one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftBudget {
+    width: usize,
+    depth: usize,
+    nodes: usize,
+}
+
+impl DraftBudget {
+    /// The root alone: the step decodes plainly.
+    pub const NONE: Self = Self { width: 1, depth: 0, nodes: 1 };
+
+    /// A tree of `depth` levels below the root, `width` candidates for each node and a frontier of `width`,
+    /// cut to the best `nodes` nodes, root included.
+    ///
+    /// # Errors
+    /// *Misuse* when `nodes` is not in `1..=256`, `width` not in `1..=64`, or the draft model would run more
+    /// than 256 rows, `(depth - 1) * width`.
+    pub fn new(width: usize, depth: usize, nodes: usize) -> Result<Self> {
+        if !(1..=DraftTree::MAX_NODES).contains(&nodes) {
+            return Err(Error::misuse("node budget", "1..=256 nodes", nodes));
+        }
+        if !(1..=64).contains(&width) {
+            return Err(Error::misuse("draft width", "1..=64", width));
+        }
+        if depth.saturating_sub(1).saturating_mul(width) > DraftTree::MAX_NODES {
+            let wanted = "at most 256 rows of the draft model, (depth - 1) * width";
+            return Err(Error::misuse("draft depth", wanted, format_args!("{depth} at width {width}")));
+        }
+        Ok(Self { width, depth, nodes })
+    }
+
+    /// A chain of `num_drafts` drafts: a tree of width 1.
+    ///
+    /// # Errors
+    /// *Misuse* above 255 drafts.
+    pub fn chain(num_drafts: usize) -> Result<Self> {
+        Self::new(1, num_drafts, num_drafts.saturating_add(1))
+    }
+
+    /// Candidates for each node, and nodes in a frontier.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Levels below the root; 0 drafts nothing.
+    pub fn depth(&self) -> usize {
+        if self.nodes == 1 { 0 } else { self.depth }
+    }
+
+    /// Nodes to verify at most, root included.
+    pub fn nodes(&self) -> usize {
+        self.nodes
+    }
+
+    /// This budget without the levels below `depth`.
+    pub(crate) fn at_most_deep(self, depth: usize) -> Self {
+        Self { depth: self.depth.min(depth), ..self }
+    }
+
+    /// Rows of the draft model that run below the first: all frontiers but the last level's.
+    pub(crate) fn num_draft_rows(&self) -> usize {
+        self.depth().saturating_sub(1) * self.width
+    }
+}
+
+/// A node whose children the draft model is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FrontierNode {
+    /// Its index among the candidates.
+    pub(crate) candidate: usize,
+    /// Its parent's place in the frontier before.
+    pub(crate) parent_rank: usize,
+    /// Draft rows that it attends to beside the committed ones: its ancestors' and its own, counted from
+    /// the first draft row of this step.
+    pub(crate) rows: NodeSet,
+    /// Its own draft row.
+    pub(crate) row: usize,
+}
+
+/// All candidates of one request's step, in the order in which they were proposed. Candidate 0 is the root.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CandidatePool {
+    candidates: Vec<Candidate>,
+    level_start: usize,
+    frontier: Vec<FrontierNode>,
+    next_frontier: Vec<FrontierNode>,
+    order: Vec<usize>,
+    num_rows: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    token: TokenId,
+    parent: usize,
+    parent_rank: usize,
+    /// Log-probability of the path, by the draft model.
+    score: f32,
+}
+
+impl CandidatePool {
+    /// Starts a step: the root is the only candidate and the frontier.
+    pub(crate) fn restart(&mut self, root: TokenId) {
+        self.candidates.clear();
+        self.candidates.push(Candidate { token: root, parent: 0, parent_rank: 0, score: 0.0 });
+        self.frontier.clear();
+        let rows = NodeSet::default();
+        self.frontier.push(FrontierNode { candidate: 0, parent_rank: 0, rows, row: 0 });
+        self.level_start = 1;
+        self.num_rows = 0;
+    }
+
+    /// The nodes that the draft model runs next.
+    pub(crate) fn frontier(&self) -> &[FrontierNode] {
+        &self.frontier
+    }
+
+    pub(crate) fn token(&self, candidate: usize) -> TokenId {
+        self.candidates[candidate].token
+    }
+
+    /// Adds children of the frontier's `rank`-th node, best first: tokens with their log-probabilities,
+    /// which are at most 0. Impossible tokens (negative infinity) are left out.
+    pub(crate) fn expand(&mut self, rank: usize, children: impl Iterator<Item = (TokenId, f32)>) {
+        let parent = self.frontier[rank].candidate;
+        let score = self.candidates[parent].score;
+        let possible = children.filter(|(_, log_prob)| *log_prob > f32::NEG_INFINITY);
+        self.candidates.extend(possible.map(|(token, log_prob)| Candidate {
+            token,
+            parent,
+            parent_rank: rank,
+            score: score + log_prob,
+        }));
+    }
+
+    /// Makes the best `width` candidates of the finished level the next frontier, best first.
+    pub(crate) fn advance(&mut self, width: usize) {
+        self.rank(self.level_start, width);
+        self.level_start = self.candidates.len();
+        self.next_frontier.clear();
+        for &candidate in &self.order {
+            let parent_rank = self.candidates[candidate].parent_rank;
+            let row = self.num_rows;
+            let rows = self.frontier[parent_rank].rows.with(row);
+            self.num_rows += 1;
+            self.next_frontier.push(FrontierNode { candidate, parent_rank, rows, row });
+        }
+        std::mem::swap(&mut self.frontier, &mut self.next_frontier);
+    }
+
+    /// Writes the best `nodes - 1` candidates below the root into `tree`, and each node's path probability.
+    pub(crate) fn select(&mut self, nodes: usize, tree: &mut DraftTree, confidences: &mut Vec<f32>) -> Result<()> {
+        tree.reset(self.candidates[0].token);
+        confidences.clear();
+        confidences.push(1.0);
+        self.rank(1, nodes - 1);
+        self.order.sort_unstable();
+        for place in 0..self.order.len() {
+            let Candidate { token, parent, score, .. } = self.candidates[self.order[place]];
+            // Node `i + 1` is the `i`-th selected candidate; parents were selected (see the module's text).
+            let parent = match self.order[..place].binary_search(&parent) {
+                Ok(place) => tree.node(place + 1).unwrap_or(NodeId::ROOT),
+                Err(_) => NodeId::ROOT,
+            };
+            tree.push(parent, token)?;
+            confidences.push(score.exp());
+        }
+        Ok(())
+    }
+
+    /// Tokens, parents and scores of all candidates.
+    #[cfg(test)]
+    pub(crate) fn parts(&self) -> (Vec<TokenId>, Vec<i64>, Vec<f32>) {
+        let all = &self.candidates;
+        let tokens = all.iter().map(|c| c.token).collect();
+        (tokens, all.iter().map(|c| c.parent as i64).collect(), all.iter().map(|c| c.score).collect())
+    }
+
+    /// Fills `order` with the best `count` candidates from `start` on, best first.
+    fn rank(&mut self, start: usize, count: usize) {
+        self.order.clear();
+        self.order.extend(start..self.candidates.len());
+        let better = |a: &usize, b: &usize| {
+            let (a_score, b_score) = (self.candidates[*a].score, self.candidates[*b].score);
+            b_score.total_cmp(&a_score).then(a.cmp(b))
+        };
+        if count < self.order.len() {
+            if count > 0 {
+                self.order.select_nth_unstable_by(count - 1, better);
+            }
+            self.order.truncate(count);
+        }
+        self.order.sort_unstable_by(better);
+    }
+}

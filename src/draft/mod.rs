@@ -1,0 +1,8 @@
+//! Drafting: where the candidates of a tree come from.
+
+mod checkpoint;
+mod eagle3;
+
+pub use checkpoint::{DraftVocab, Eagle3Checkpoint, Eagle3Config, Matrix, TargetShape, Weights};
+pub use eagle3::DraftBudget;
+pub(crate) use eagle3::CandidatePool;

@@ -1,0 +1,108 @@
+//! From a row of logits to the target's token: the specification that every backend matches bit for bit.
+//!
+//! This version samples at temperature 0. The result is a [`ChoiceKey`], so that blocks, threads and
+//! vocabulary shards can each choose and then combine by maximum without changing the answer.
+
+use crate::error::{Error, Result};
+use crate::tree::TokenId;
+
+/// A score and its token in one ordered word: the larger key is the higher score, and at equal scores the
+/// lower token id.
+///
+/// The high half holds the score's bits, mapped so that they compare as unsigned integers; the low half
+/// the token's complement. The maximum of keys is associative and commutative.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub struct ChoiceKey(pub u64);
+
+impl ChoiceKey {
+    /// Packs a score that is not NaN. `-0.0` counts as `0.0`, as it does for `==`.
+    pub fn new(score: f32, token: TokenId) -> Self {
+        let bits = (score + 0.0).to_bits(); // -0.0 + 0.0 is 0.0
+        let ordered = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
+        Self(u64::from(ordered) << 32 | u64::from(!token.0))
+    }
+
+    /// The chosen token.
+    pub fn token(self) -> TokenId {
+        TokenId(!(self.0 as u32)) // the low half, on purpose
+    }
+
+    /// The chosen token's score.
+    pub fn score(self) -> f32 {
+        let ordered = (self.0 >> 32) as u32;
+        f32::from_bits(if ordered >> 31 == 1 { ordered & !(1 << 31) } else { !ordered })
+    }
+}
+
+/// Chooses the target's token from one row of logits, `[vocab]`: the largest, at ties the lowest id.
+///
+/// # Errors
+/// *Fault* when the row holds a NaN, or no token above negative infinity (an empty row, or all masked).
+pub fn choose(logits: &[f32]) -> Result<ChoiceKey> {
+    let mut best = ChoiceKey::default();
+    for (token, &logit) in (0..).map(TokenId).zip(logits) {
+        if logit.is_nan() {
+            return Err(nan_logit(token));
+        }
+        best = best.max(ChoiceKey::new(logit, token));
+    }
+    reject_masked(best)
+}
+
+pub(crate) fn nan_logit(token: TokenId) -> Error {
+    Error::fault("logits row", "no NaN", format_args!("NaN at token {}", token.0))
+}
+
+/// The last check of every implementation: somebody must have won.
+pub(crate) fn reject_masked(best: ChoiceKey) -> Result<ChoiceKey> {
+    if best > ChoiceKey::new(f32::NEG_INFINITY, TokenId(0)) {
+        Ok(best)
+    } else {
+        Err(Error::fault("logits row", "a token above negative infinity", "none"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn ties_go_to_the_lowest_id_and_zeros_are_equal() {
+        assert_eq!(choose(&[1.0, 3.0, 3.0]).unwrap().token(), TokenId(1));
+        assert_eq!(choose(&[-0.0, 0.0]).unwrap().token(), TokenId(0));
+        assert_eq!(choose(&[f32::NEG_INFINITY, -1e30]).unwrap().token(), TokenId(1));
+        assert_eq!(choose(&[0.0, f32::INFINITY]).unwrap().token(), TokenId(1));
+    }
+
+    #[test]
+    fn rows_without_an_answer_are_faults() {
+        for row in [&[][..], &[f32::NEG_INFINITY; 3], &[0.0, f32::NAN, 1.0]] {
+            assert_eq!(choose(row).unwrap_err().kind(), crate::ErrorKind::Fault);
+        }
+        // The control: one finite value is enough.
+        assert!(choose(&[f32::NEG_INFINITY, f32::MIN]).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn keys_order_as_scores_do(a in any::<f32>(), b in any::<f32>(), i in 0u32.., j in 0u32..) {
+            prop_assume!(!a.is_nan() && !b.is_nan());
+            let (x, y) = (ChoiceKey::new(a, TokenId(i)), ChoiceKey::new(b, TokenId(j)));
+            let by_parts = a.partial_cmp(&b).unwrap().then(j.cmp(&i));
+            prop_assert_eq!(x.cmp(&y), by_parts);
+            prop_assert_eq!((x.token(), x.score()), (TokenId(i), a));
+        }
+
+        #[test]
+        fn shards_combine_by_maximum(row in prop::collection::vec(-4i8..4, 2..60), cut in 1usize..59) {
+            let row: Vec<f32> = row.into_iter().map(f32::from).collect();
+            let cut = cut.min(row.len() - 1);
+            let right = choose(&row[cut..]).unwrap();
+            let right = ChoiceKey::new(right.score(), TokenId(right.token().0 + cut as u32));
+            prop_assert_eq!(choose(&row[..cut]).unwrap().max(right), choose(&row).unwrap());
+        }
+    }
+}

@@ -1,0 +1,479 @@
+//! The loop around the target: propose trees, then accept what the target made of them.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use crate::backend::{Backend, DraftLimits, DraftState};
+use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint};
+use crate::error::{Error, Result, expect_len};
+use crate::kv::PagePool;
+use crate::stats::AcceptStats;
+use crate::tree::{DraftTree, TokenId};
+use crate::verify::{FinishReason, OutputLimits, RequestId, Verdict, VerifyBatch};
+
+/// Pairs that a request which drafts nothing lets wait before the head is run on them together.
+const MAX_LAZY_PAIRS: usize = 32;
+
+/// What a [`Speculator`] must have room for.
+#[derive(Clone, Copy, Debug)]
+pub struct SpeculatorConfig {
+    /// Requests admitted at the same time.
+    pub max_requests: usize,
+    /// The target's context: prompt and output tokens of a request.
+    pub max_len: usize,
+}
+
+/// How one request is served.
+#[derive(Clone, Debug)]
+pub struct RequestOptions {
+    /// Tokens that end the output; the one that does is emitted.
+    pub stop_tokens: Vec<TokenId>,
+    /// Output tokens at most.
+    pub max_new_tokens: usize,
+    /// Drafts in each step.
+    pub budget: DraftBudget,
+}
+
+/// The first output token of a request.
+#[derive(Clone, Debug)]
+pub struct FirstToken {
+    /// It is committed, and the root of the first draft tree.
+    pub token: TokenId,
+    /// Set when it is also the last.
+    pub finished: Option<FinishReason>,
+}
+
+/// What remains of a request that was taken out.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// The output tokens, the stop token included.
+    pub tokens: Vec<TokenId>,
+    /// Its verify steps.
+    pub stats: AcceptStats,
+}
+
+/// Time spent in a speculator since it was made.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StageTimes {
+    /// Running the draft model: its forward passes and the choice of candidates.
+    pub draft: Duration,
+    /// All else in `propose` and `accept`: selection, packing, choosing target tokens, walking, bookkeeping.
+    pub host: Duration,
+}
+
+/// Drafts for the requests of an engine and verifies what its target says.
+///
+/// The engine keeps its forward pass, its KV cache and its scheduler. For each request:
+///
+/// 1. [`admit`](Self::admit), then [`prefill`](Self::prefill) with the prompt's tokens and features in any
+///    number of chunks, then [`begin`](Self::begin) with the logits of the last prompt token.
+/// 2. [`propose`](Self::propose) for any set of requests; run the target on the batch;
+///    [`accept`](Self::accept); move the KV rows that each [`Verdict`] keeps. Again until it has finished.
+/// 3. [`finish`](Self::finish), or [`cancel`](Self::cancel) at any time.
+///
+/// A *feature* is the target's residual stream after each of the head's
+/// [`feature_layers`](crate::Eagle3Config::feature_layers), concatenated: `[rows, feature_width]`.
+///
+/// A call that fails changes nothing, and a proposal that is never accepted leaves no trace: propose again.
+/// Several batches over different requests may be on the way at once.
+#[derive(Debug)]
+pub struct Speculator<B: Backend> {
+    backend: B,
+    draft: B::Draft,
+    vocab: usize,
+    feature_width: usize,
+    config: SpeculatorConfig,
+    slots: HashMap<RequestId, usize>,
+    requests: Vec<Option<Request>>, // by slot
+    states: Vec<DraftState>,        // by slot
+    step: u64,
+    active: Vec<usize>,
+    verdicts: Vec<Verdict>,
+    stats: AcceptStats,
+    times: StageTimes,
+}
+
+#[derive(Debug)]
+struct Request {
+    options: RequestOptions,
+    /// Prompt and output.
+    committed: Vec<TokenId>,
+    /// Set once the prompt is complete.
+    prompt_len: Option<usize>,
+    finished: bool,
+    /// The step that was under way when it was admitted.
+    admitted_step: u64,
+    /// The last step that proposed for it, while not accepted.
+    proposed_step: Option<u64>,
+    /// The last `propose` that named it, to find duplicates.
+    named_step: u64,
+    stats: AcceptStats,
+}
+
+impl Request {
+    /// Output tokens that may still come.
+    fn num_remaining(&self, max_len: usize) -> usize {
+        let num_emitted = self.committed.len() - self.prompt_len.unwrap_or(self.committed.len());
+        let by_request = self.options.max_new_tokens.saturating_sub(num_emitted);
+        by_request.min(max_len.saturating_sub(self.committed.len()))
+    }
+}
+
+impl<B: Backend> Speculator<B> {
+    /// Loads the head into the backend.
+    ///
+    /// `embedding` is the target's table, for a head without its own.
+    ///
+    /// # Errors
+    /// *Misuse* when a limit is 0 or the table is missing or of another shape; *unsupported* when the backend
+    /// cannot run the head's sizes.
+    pub fn new(
+        backend: B,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<B::Embedding>,
+        config: SpeculatorConfig,
+    ) -> Result<Self> {
+        let SpeculatorConfig { max_requests, max_len } = config;
+        if max_requests == 0 {
+            return Err(Error::misuse("max_requests", "at least 1", 0));
+        }
+        if !(2..=1 << 30).contains(&max_len) {
+            return Err(Error::misuse("max_len", "2..=2^30", max_len));
+        }
+        // Every request can be as long as the context and draft as much as a budget allows.
+        let rows = max_len + DraftTree::MAX_NODES;
+        let num_kv_pages = rows.div_ceil(B::KV_PAGE_SIZE).saturating_mul(max_requests);
+        let limits = DraftLimits { max_requests, max_len, num_kv_pages };
+        let pool = PagePool::new(B::KV_PAGE_SIZE, num_kv_pages)?;
+        let state = || DraftState {
+            table: pool.table(),
+            next_tokens: Vec::new(),
+            budget: DraftBudget::NONE,
+            pool: CandidatePool::default(),
+        };
+        Ok(Self {
+            draft: backend.load_draft(checkpoint, embedding, limits)?,
+            backend,
+            vocab: checkpoint.config().target.vocab,
+            feature_width: checkpoint.config().feature_width(),
+            config,
+            slots: HashMap::with_capacity(max_requests),
+            requests: (0..max_requests).map(|_| None).collect(),
+            states: (0..max_requests).map(|_| state()).collect(),
+            step: 0,
+            active: Vec::with_capacity(max_requests),
+            verdicts: Vec::new(),
+            stats: AcceptStats::default(),
+            times: StageTimes::default(),
+        })
+    }
+
+    /// Takes in a request, whose prompt will follow.
+    ///
+    /// # Errors
+    /// *Misuse* when the id is in use, or no output token is wanted; *fault* when all places are taken.
+    pub fn admit(&mut self, id: RequestId, options: RequestOptions) -> Result<()> {
+        if self.slots.contains_key(&id) {
+            return Err(Error::misuse("request", "an id that is not in use", id.0));
+        }
+        if options.max_new_tokens == 0 {
+            return Err(Error::misuse("max_new_tokens", "at least 1", 0));
+        }
+        let free = self.requests.iter().position(Option::is_none);
+        let slot = free.ok_or_else(|| {
+            Error::fault("requests", format_args!("at most {}", self.config.max_requests), "one more")
+        })?;
+        self.slots.insert(id, slot);
+        self.requests[slot] = Some(Request {
+            options,
+            committed: Vec::new(),
+            prompt_len: None,
+            finished: false,
+            admitted_step: self.step,
+            proposed_step: None,
+            named_step: 0,
+            stats: AcceptStats::default(),
+        });
+        Ok(())
+    }
+
+    /// Takes the next chunk of a request's prompt: `tokens`, `[chunk]`, and the target's features of those
+    /// tokens, `[chunk, feature_width]`.
+    ///
+    /// How the prompt is cut into chunks changes nothing: the last feature of a chunk waits and pairs with
+    /// the first token of the next.
+    ///
+    /// # Errors
+    /// *Misuse* when the request is unknown or has begun, the chunk is empty, a token is not in the
+    /// vocabulary, the features have another length, or the prompt leaves no room for an output token.
+    pub fn prefill(&mut self, id: RequestId, tokens: &[TokenId], features: B::View<'_>) -> Result<()> {
+        let started = Instant::now();
+        let slot = self.slot(id)?;
+        let (vocab, max_len) = (self.vocab, self.config.max_len);
+        let request = Self::request(&mut self.requests, slot)?;
+        if request.prompt_len.is_some() {
+            return Err(Error::misuse("prompt chunk", "a request that has not begun", id.0));
+        }
+        if tokens.is_empty() {
+            return Err(Error::misuse("prompt chunk", "at least 1 token", 0));
+        }
+        let len = request.committed.len() + tokens.len();
+        if len >= max_len {
+            return Err(Error::misuse("prompt length", format_args!("below the context, {max_len}"), len));
+        }
+        if let Some(bad) = tokens.iter().find(|token| token.0 as usize >= vocab) {
+            return Err(Error::misuse("prompt token", format_args!("below {vocab}"), bad.0));
+        }
+        expect_len("prompt features", tokens.len() * self.feature_width, B::view_len(features))?;
+        let state = &mut self.states[slot];
+        state.table.reserve(tokens.len())?;
+        // The very first token has no feature before it.
+        let unpaired = usize::from(request.committed.is_empty());
+        state.next_tokens.extend_from_slice(&tokens[unpaired..]);
+        state.budget = DraftBudget::NONE;
+        request.committed.extend_from_slice(tokens);
+        self.backend.keep_features(&mut self.draft, slot, features, 0..tokens.len());
+        self.backend.draft(&mut self.draft, &mut self.states, &[slot])?;
+        self.times.draft += started.elapsed();
+        Ok(())
+    }
+
+    /// Ends the prompt and chooses the first output token from the logits of its last token, `[vocab]`.
+    ///
+    /// # Errors
+    /// *Misuse* when the request is unknown or has begun, the prompt is empty, or the logits have another
+    /// length; *fault* when they give no token.
+    pub fn begin(&mut self, id: RequestId, logits: B::View<'_>) -> Result<FirstToken> {
+        let slot = self.slot(id)?;
+        let request = Self::request(&mut self.requests, slot)?;
+        if request.prompt_len.is_some() {
+            return Err(Error::misuse("begin", "a request that has not begun", id.0));
+        }
+        if request.committed.is_empty() {
+            return Err(Error::misuse("prompt", "at least 1 token", 0));
+        }
+        expect_len("logits", self.vocab, B::view_len(logits))?;
+        let token = self.backend.choose(logits, self.vocab, 0)?.token();
+        request.prompt_len = Some(request.committed.len());
+        request.committed.push(token);
+        self.states[slot].next_tokens.push(token);
+        let finished = if request.options.stop_tokens.contains(&token) {
+            Some(FinishReason::Stop(token))
+        } else {
+            (request.num_remaining(self.config.max_len) == 0).then_some(FinishReason::Length)
+        };
+        if finished.is_some() {
+            self.retire(slot);
+        }
+        Ok(FirstToken { token, finished })
+    }
+
+    /// Drafts a tree for each of these requests and packs them into `batch`, in this order.
+    ///
+    /// Requests may join and leave from step to step; there may be none. A tree never reaches past the
+    /// request's last token, and is a root alone when the budget is [`DraftBudget::NONE`].
+    ///
+    /// # Errors
+    /// *Misuse* when a request is unknown, named twice, has not begun or has finished; *fault* when the draft
+    /// model fails.
+    pub fn propose(&mut self, requests: &[RequestId], batch: &mut VerifyBatch) -> Result<()> {
+        let started = Instant::now();
+        let step = self.step + 1;
+        self.active.clear();
+        for id in requests {
+            let slot = self.slot(*id)?;
+            let request = Self::request(&mut self.requests, slot)?;
+            if request.prompt_len.is_none() || request.finished {
+                let state = if request.finished { "has finished" } else { "has not begun" };
+                return Err(Error::misuse("request", "one that emits tokens", format_args!("{} {state}", id.0)));
+            }
+            if std::mem::replace(&mut request.named_step, step) == step {
+                return Err(Error::misuse("requests", "distinct ids", format_args!("{} twice", id.0)));
+            }
+            self.active.push(slot);
+        }
+        // From here on the step is used up, also if it fails: its marks must not meet again.
+        self.step = step;
+        for &slot in &self.active {
+            let request = Self::request(&mut self.requests, slot)?;
+            let state = &mut self.states[slot];
+            // The bonus token follows the deepest draft.
+            let deepest = request.num_remaining(self.config.max_len) - 1;
+            state.budget = request.options.budget.at_most_deep(deepest);
+            state.pool.restart(request.committed[request.committed.len() - 1]);
+            state.table.reserve(state.next_tokens.len() + state.budget.num_draft_rows())?;
+        }
+        let states = &mut self.states;
+        self.active.retain(|&slot| {
+            states[slot].budget.depth() > 0 || states[slot].next_tokens.len() > MAX_LAZY_PAIRS
+        });
+        let drafting = Instant::now();
+        self.backend.draft(&mut self.draft, states, &self.active)?;
+        let draft_time = drafting.elapsed();
+        batch.restart(step);
+        for id in requests {
+            let slot = self.slot(*id)?;
+            let request = Self::request(&mut self.requests, slot)?;
+            let DraftState { pool, budget, .. } = &mut self.states[slot];
+            let mut selected = Ok(());
+            batch.push_with(*id, request.committed.len(), |entry| {
+                let (tree, confidences) = entry.parts_mut();
+                selected = pool.select(budget.nodes(), tree, confidences);
+            })?;
+            selected?;
+            request.proposed_step = Some(step);
+        }
+        self.times.draft += draft_time;
+        self.times.host += started.elapsed() - draft_time;
+        Ok(())
+    }
+
+    /// Verifies a batch: `logits` is `[rows, vocab]` and `features` `[rows, feature_width]`, the target's for
+    /// the rows of `batch`. Returns a verdict for each entry, in order.
+    ///
+    /// A request that was cancelled meanwhile gets a verdict without tokens, one whose logits are broken a
+    /// verdict with [`FinishReason::Fault`]; the others are not affected.
+    ///
+    /// # Errors
+    /// *Misuse* when the batch is not the last proposal of each of its requests, was accepted before, was not
+    /// made by [`propose`](Self::propose), or has another number of rows than the logits or features.
+    pub fn accept(
+        &mut self,
+        batch: &VerifyBatch,
+        logits: B::View<'_>,
+        features: B::View<'_>,
+    ) -> Result<&[Verdict]> {
+        let started = Instant::now();
+        expect_len("logits of the batch", batch.num_rows() * self.vocab, B::view_len(logits))?;
+        let width = self.feature_width;
+        expect_len("features of the batch", batch.num_rows() * width, B::view_len(features))?;
+        if batch.step() == 0 || batch.step() > self.step {
+            return Err(Error::misuse("batch", "one that this speculator proposed", "another"));
+        }
+        self.active.clear();
+        for entry in batch.entries() {
+            // A slot's request is the entry's, unless that one is gone and its id was taken anew.
+            let slot = self.slots.get(&entry.request()).copied().filter(|&slot| {
+                self.requests[slot].as_ref().is_some_and(|r| r.admitted_step < batch.step())
+            });
+            let Some(slot) = slot else {
+                self.active.push(usize::MAX);
+                continue;
+            };
+            let proposed = self.requests[slot].as_ref().and_then(|request| request.proposed_step);
+            if proposed != Some(batch.step()) {
+                let wanted = match proposed {
+                    Some(step) => format!("the one of step {step}, the last proposal for request {}", entry.request().0),
+                    None => format!("an open proposal for request {}", entry.request().0),
+                };
+                return Err(Error::misuse("batch", wanted, format_args!("step {}", batch.step())));
+            }
+            self.active.push(slot);
+        }
+        self.verdicts.truncate(batch.entries().len());
+        self.verdicts.resize_with(batch.entries().len(), Verdict::new);
+        for place in 0..self.active.len() {
+            let (entry, slot) = (&batch.entries()[place], self.active[place]);
+            let verdict = &mut self.verdicts[place];
+            let Some(request) = self.requests.get_mut(slot).and_then(Option::as_mut) else {
+                verdict.nothing(entry, FinishReason::Cancelled);
+                continue;
+            };
+            let limits = OutputLimits {
+                stop_tokens: &request.options.stop_tokens,
+                num_remaining: request.num_remaining(self.config.max_len),
+            };
+            let first_row = entry.rows().start;
+            let (backend, vocab) = (&self.backend, self.vocab);
+            verdict.walk(entry, limits, |node| {
+                backend.choose(logits, vocab, first_row + node.index()).map(|key| key.token())
+            });
+            request.proposed_step = None;
+            request.committed.extend_from_slice(&verdict.emitted);
+            request.stats.record(entry, verdict);
+            self.stats.record(entry, verdict);
+            if verdict.finished.is_some() {
+                self.retire(slot);
+            } else {
+                let rows = verdict.path.iter().map(|node| first_row + node.index());
+                self.backend.keep_features(&mut self.draft, slot, features, rows);
+                self.states[slot].next_tokens.extend_from_slice(&verdict.emitted);
+            }
+        }
+        self.times.host += started.elapsed();
+        Ok(&self.verdicts)
+    }
+
+    /// Takes a request out and returns its output, finished or not.
+    ///
+    /// # Errors
+    /// *Misuse* when the request is unknown.
+    pub fn finish(&mut self, id: RequestId) -> Result<Output> {
+        let slot = self.slot(id)?;
+        self.retire(slot);
+        self.slots.remove(&id);
+        let request = self.requests[slot].take().ok_or_else(|| unknown(id))?;
+        let prompt_len = request.prompt_len.unwrap_or(request.committed.len());
+        Ok(Output { tokens: request.committed[prompt_len..].to_vec(), stats: request.stats })
+    }
+
+    /// Takes a request out and forgets it. A batch that holds it may still be accepted.
+    ///
+    /// # Errors
+    /// *Misuse* when the request is unknown.
+    pub fn cancel(&mut self, id: RequestId) -> Result<()> {
+        self.finish(id).map(drop)
+    }
+
+    /// Changes what a request drafts from the next step on.
+    ///
+    /// # Errors
+    /// *Misuse* when the request is unknown.
+    pub fn set_budget(&mut self, id: RequestId, budget: DraftBudget) -> Result<()> {
+        let slot = self.slot(id)?;
+        Self::request(&mut self.requests, slot)?.options.budget = budget;
+        Ok(())
+    }
+
+    /// Prompt and output tokens of a request so far.
+    ///
+    /// # Errors
+    /// *Misuse* when the request is unknown.
+    pub fn committed(&self, id: RequestId) -> Result<&[TokenId]> {
+        let slot = self.slot(id)?;
+        self.requests[slot].as_ref().map(|r| r.committed.as_slice()).ok_or_else(|| unknown(id))
+    }
+
+    /// Acceptance over all requests since the speculator was made.
+    pub fn stats(&self) -> &AcceptStats {
+        &self.stats
+    }
+
+    /// Where its time went.
+    pub fn times(&self) -> StageTimes {
+        self.times
+    }
+
+    fn slot(&self, id: RequestId) -> Result<usize> {
+        self.slots.get(&id).copied().ok_or_else(|| unknown(id))
+    }
+
+    /// The request in a slot that `slot` gave.
+    fn request(requests: &mut [Option<Request>], slot: usize) -> Result<&mut Request> {
+        requests[slot].as_mut().ok_or_else(|| Error::misuse("request", "an admitted one", "none"))
+    }
+
+    /// Gives back all that the draft side holds for a request.
+    fn retire(&mut self, slot: usize) {
+        if let Some(request) = &mut self.requests[slot] {
+            request.finished = true;
+        }
+        self.states[slot].next_tokens.clear();
+        self.states[slot].table.clear();
+        self.backend.forget_features(&mut self.draft, slot);
+    }
+}
+
+fn unknown(id: RequestId) -> Error {
+    Error::misuse("request", "an admitted one", id.0)
+}
