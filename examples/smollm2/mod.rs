@@ -1,0 +1,13 @@
+//! A small engine that serves SmolLM2-135M-Instruct on the CPU, and how it embeds eagle-verify.
+//!
+//! Read `serve.rs` first: it is the loop that an engine author writes. `model.rs` is the target's forward
+//! pass over candle tensors, for the rows of a prompt chunk and of a verify pass alike; `ops.rs` lends the
+//! crate's CPU operations to candle; `weights.rs` reads the GGUF file, `tokenizer.rs` the tokenizer in it;
+//! `fetch.rs` gets the file.
+
+pub mod fetch;
+pub mod model;
+pub mod ops;
+pub mod serve;
+pub mod tokenizer;
+pub mod weights;
