@@ -11,7 +11,7 @@ fn main() -> anyhow::Result<()> {
     let prompts: Vec<_> = ["Write a Python function that adds two numbers.","Give me three tips for staying healthy.","What is 17+25? Explain step by step."].iter().map(|p| target.tokenizer.chat(p)).collect::<Result<_,_>>()?;
     println!("{:?}", prompts[0]);
     let (t2,s2)=(&mut target,&mut spec);
-    cpu.install(move || -> anyhow::Result<()> {
+    (move || -> anyhow::Result<()> {
       for _ in 0..2 {
       let p = smollm2::serve::plain(t2,&prompts,1,128)?;
       println!("plain {} tok {:.1} tok/s, target {:.2} ms/step other {:.3}", p.num_tokens(), p.num_tokens() as f64/p.total_time.as_secs_f64(), p.target_time.as_secs_f64()*1e3/p.num_steps as f64, (p.step_time-p.target_time).as_secs_f64()*1e3/p.num_steps as f64);
@@ -21,6 +21,6 @@ fn main() -> anyhow::Result<()> {
         let st=r.num_steps as f64;
         println!("{w},{d},{n}: {:.1} tok/s {:.2}x tau {:.2} target {:.2} draft {:.2} other {:.3} same {}", r.num_tokens() as f64/r.total_time.as_secs_f64(), (p.total_time.as_secs_f64()/p.num_tokens() as f64)*r.num_tokens() as f64/r.total_time.as_secs_f64(), r.stats.acceptance_length().unwrap(), r.target_time.as_secs_f64()*1e3/st, r.draft_time.as_secs_f64()*1e3/st, (r.step_time-r.target_time-r.draft_time).as_secs_f64()*1e3/st, r.outputs==p.outputs);
       } }
-      Ok(()) })
+      Ok(()) })()
 }
 mod smollm2;

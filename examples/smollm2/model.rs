@@ -202,10 +202,10 @@ impl Target {
             let normed = ops::rms_norm(norm, &layer.attention_norm, &x)?;
             let projected = ops::linear(cpu, &layer.query_key_value, &normed)?;
             let attended = attend(cpu, &mut self.cache, &self.rope, self.shape, i, pass, &projected)?;
-            x = (x + ops::linear(cpu, &layer.attention_output, &attended)?)?;
+            x = ops::add_linear(cpu, &x, &layer.attention_output, &attended)?;
             let normed = ops::rms_norm(norm, &layer.mlp_norm, &x)?;
             let activated = ops::silu_mul(&ops::linear(cpu, &layer.gate_up, &normed)?)?;
-            x = (x + ops::linear(cpu, &layer.down, &activated)?)?;
+            x = ops::add_linear(cpu, &x, &layer.down, &activated)?;
             if self.feature_layers.contains(&i) {
                 features.push(x.clone());
             }

@@ -59,6 +59,18 @@ pub fn linear(cpu: &Cpu, layer: &PackedLinear, x: &Tensor) -> Result<Tensor> {
     map_rows(x, "packed-linear", layer.num_outputs(), |x, y| layer.forward(cpu, x, y))
 }
 
+/// `residual + x W^T`. (candle's own addition hands matrices of this size to threads of its own, which get
+/// in the way of the backend's.)
+pub fn add_linear(cpu: &Cpu, residual: &Tensor, layer: &PackedLinear, x: &Tensor) -> Result<Tensor> {
+    with_slice(residual, |residual| {
+        map_rows(x, "packed-linear-add", layer.num_outputs(), |x, y| {
+            layer.forward(cpu, x, y)?;
+            y.iter_mut().zip(residual).for_each(|(y, residual)| *y += residual);
+            Ok(())
+        })
+    })?
+}
+
 /// RMSNorm with a weight of the row's length.
 pub fn rms_norm(norm: &RmsNorm, weight: &[f32], x: &Tensor) -> Result<Tensor> {
     map_rows(x, "rms-norm", weight.len(), |x, y| norm.apply(x, weight, y))

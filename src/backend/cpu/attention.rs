@@ -1,7 +1,5 @@
 //! A paged KV cache in host memory, and attention over it for the rows of a verify pass.
 
-use rayon::prelude::*;
-
 use super::Cpu;
 use super::ops::softmax_weights;
 use super::simd::{self, Lanes, PANEL};
@@ -201,7 +199,8 @@ impl KvCache {
         outputs.resize(num_blocks * num_kv_heads * task_len, 0.0);
         let pages = &self.pages;
         let kv_len = head_dim * PANEL;
-        let attend = |(task, outputs): (usize, &mut [f32])| {
+        let parts = simd::Parts::new(&mut outputs, task_len);
+        let attend = |task: usize| {
             let (block, kv_head) = (task / num_kv_heads, task % num_kv_heads);
             let first = block * block_rows;
             let rows = &rows[first..(first + block_rows).min(rows.len())];
@@ -212,16 +211,11 @@ impl KvCache {
             let columns = kv_head * group * head_dim..(kv_head + 1) * group * head_dim;
             let queries = queries.map(|row| &row[columns.clone()]);
             SCRATCH.with_borrow_mut(|scratch| {
-                scratch.attend(cpu.isa(), Head { head_dim, group, scale }, rows, queries, keys, values, outputs);
+                let head = Head { head_dim, group, scale };
+                parts.with(task, |out| scratch.attend(cpu.isa, head, rows, queries, keys, values, out));
             });
         };
-        // Fanning out costs a few microseconds: not worth it for a short context.
-        let num_products = rows.iter().map(|row| row.prefix_len).sum::<usize>() * query_width;
-        if num_products < 1 << 16 || cpu.num_threads() == 1 {
-            outputs.chunks_exact_mut(task_len).enumerate().for_each(attend);
-        } else {
-            cpu.install(|| outputs.par_chunks_exact_mut(task_len).enumerate().for_each(attend));
-        }
+        cpu.team.run(num_blocks * num_kv_heads, &attend);
         for (r, row) in out.chunks_exact_mut(query_width).enumerate() {
             for (kv_head, row) in row.chunks_exact_mut(group * head_dim).enumerate() {
                 let task = r / block_rows * num_kv_heads + kv_head;

@@ -1,7 +1,5 @@
 //! Linear layers for few rows: the weights stream from memory once, whatever the number of rows.
 
-use rayon::prelude::*;
-
 use super::Cpu;
 use super::simd::{self, BLOCK_BYTES, PANEL, Weight};
 use crate::error::{Error, Result, expect_len};
@@ -86,15 +84,13 @@ impl PackedLinear {
         let page = Page([0; 4096]);
         let mut pages = Pages(vec![page; num_bytes.div_ceil(4096)]);
         let packed: &mut [W] = bytemuck::cast_slice_mut(&mut pages.0);
-        packed.par_chunks_mut(num_inputs * PANEL).zip(rows.par_chunks(PANEL)).for_each(
-            |(panel, rows)| {
-                for (lane, row) in rows.iter().enumerate() {
-                    for (step, &weight) in panel.chunks_exact_mut(PANEL).zip(*row) {
-                        step[lane] = weight;
-                    }
+        for (panel, rows) in packed.chunks_mut(num_inputs * PANEL).zip(rows.chunks(PANEL)) {
+            for (lane, row) in rows.iter().enumerate() {
+                for (step, &weight) in panel.chunks_exact_mut(PANEL).zip(*row) {
+                    step[lane] = weight;
                 }
-            },
-        );
+            }
+        }
         let panels = match size_of::<W>() {
             4 => Panels::F32(pages),
             _ => Panels::Bf16(pages),
@@ -120,8 +116,7 @@ impl PackedLinear {
 
     /// Writes `x W^T` to `y`: `x` is `[rows, num_inputs]`, `y` is `[rows, num_outputs]`.
     ///
-    /// Allocates nothing. Runs on the threads of `cpu`; cheapest when called from inside
-    /// [`Cpu::install`].
+    /// Allocates nothing. Runs on the threads of `cpu`.
     ///
     /// # Errors
     /// *Misuse* when the lengths are not the same number of rows.
@@ -154,7 +149,7 @@ impl PackedLinear {
                 let panel_weights = &weights[panel * panel_len..][..panel_len];
                 let mut first = 0;
                 for block in panel_weights.chunks(BLOCK_BYTES / size_of::<W>()) {
-                    simd::accumulate(cpu.isa(), &x[first..], self.num_inputs, block, acc, true);
+                    simd::accumulate(cpu.isa, &x[first..], self.num_inputs, block, acc, true);
                     first += block.len() / PANEL;
                 }
                 columns.store(panel, acc);

@@ -10,12 +10,12 @@ mod head;
 mod linear;
 mod ops;
 mod simd;
+mod threads;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
-use rayon::prelude::*;
 
 use super::{Backend, DraftLimits, DraftState};
 use crate::draft::{Eagle3Checkpoint, Matrix, Weights};
@@ -26,11 +26,15 @@ pub use attention::{AttentionRow, KvCache, KvShape};
 pub use linear::PackedLinear;
 pub use ops::{Rope, silu_mul};
 pub use simd::Weight;
+use threads::Team;
 
-/// Threads of this machine.
+/// The processor: its threads and its instruction set.
+///
+/// The calling thread works along with the backend's own, which spin for a millisecond after each operation
+/// before they sleep. Clones share the threads; operations from several threads take turns.
 #[derive(Clone, Debug)]
 pub struct Cpu {
-    pool: Arc<rayon::ThreadPool>,
+    team: Arc<Team>,
     isa: simd::Isa,
 }
 
@@ -43,43 +47,27 @@ impl Cpu {
         Self::with_threads(std::thread::available_parallelism().map_or(1, Into::into))
     }
 
-    /// A given number of threads.
+    /// A given number of threads, the caller's included.
     ///
     /// # Errors
-    /// *Misuse* for 0 threads; *fault* when the system gives none.
+    /// *Misuse* unless it is in `1..=1024`; *fault* when the system gives no threads.
     pub fn with_threads(num_threads: usize) -> Result<Self> {
-        if num_threads == 0 {
-            return Err(Error::misuse("threads", "at least 1", 0));
+        if !(1..=1024).contains(&num_threads) {
+            return Err(Error::misuse("threads", "1..=1024", num_threads));
         }
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(num_threads).build();
-        let pool = pool.map_err(|e| Error::fault("threads", num_threads, e))?;
-        Ok(Self { pool: Arc::new(pool), isa: simd::Isa::detect() })
+        Ok(Self { team: Arc::new(Team::new(num_threads)?), isa: simd::Isa::detect() })
     }
 
     /// Number of threads.
     pub fn num_threads(&self) -> usize {
-        self.pool.current_num_threads()
-    }
-
-    /// Runs `action` on one of the threads, where every operation of this backend starts at once instead of
-    /// waking the threads first. An engine runs its whole decoding loop inside.
-    pub fn install<R: Send>(&self, action: impl FnOnce() -> R + Send) -> R {
-        self.pool.install(action)
+        self.team.num_threads()
     }
 
     /// Gives each thread a run of `0..count`; every index is in exactly one.
     fn split(&self, count: usize, action: impl Fn(Range<usize>) + Sync) {
         let tasks = self.num_threads().min(count);
-        if tasks <= 1 {
-            return action(0..count);
-        }
         let bound = |task: usize| count * task / tasks;
-        let run = |task: usize| action(bound(task)..bound(task + 1));
-        self.install(|| (0..tasks).into_par_iter().with_max_len(1).for_each(run));
-    }
-
-    fn isa(&self) -> simd::Isa {
-        self.isa
+        self.team.run(tasks, &|task| action(bound(task)..bound(task + 1)));
     }
 }
 
@@ -200,8 +188,7 @@ impl Backend for Cpu {
     }
 
     fn draft(&self, draft: &mut Self::Draft, states: &mut [DraftState], active: &[usize]) -> Result<()> {
-        // From inside the pool every layer starts without waking threads first.
-        self.install(|| draft.draft(self, states, active))
+        draft.draft(self, states, active)
     }
 
     fn choose(&self, logits: &[f32], vocab: usize, row: usize) -> Result<ChoiceKey> {

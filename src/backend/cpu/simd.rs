@@ -233,6 +233,36 @@ impl<'a> Columns<'a> {
     }
 }
 
+/// A slice that tasks write in equal parts, one task a part.
+pub(super) struct Parts<'a> {
+    start: *mut f32,
+    num_parts: usize,
+    part_len: usize,
+    slice: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: `with` gives out a part only, and its callers ask for each part from one task.
+unsafe impl Sync for Parts<'_> {}
+
+impl<'a> Parts<'a> {
+    pub(super) fn new(slice: &'a mut [f32], part_len: usize) -> Self {
+        let num_parts = slice.len() / part_len;
+        Self { start: slice.as_mut_ptr(), num_parts, part_len, slice: PhantomData }
+    }
+
+    /// Lends a part. Tasks may call this at the same time for different parts only (`Team::run` hands out
+    /// every task once).
+    pub(super) fn with<R>(&self, part: usize, use_part: impl FnOnce(&mut [f32]) -> R) -> R {
+        assert!(part < self.num_parts);
+        // SAFETY: inside the borrowed slice by the assertion; no other task has this part, as the doc
+        // comment asks of the callers in this crate.
+        let part = unsafe {
+            std::slice::from_raw_parts_mut(self.start.add(part * self.part_len), self.part_len)
+        };
+        use_part(part)
+    }
+}
+
 /// 32 accumulators in registers.
 trait Registers<W>: Copy {
     /// # Safety
