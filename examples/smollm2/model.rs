@@ -20,15 +20,17 @@ pub struct Target {
     pub shape: LlamaShape,
     pub tokenizer: Tokenizer,
     pool: PagePool,
-    cache: KvCache,
+    attention: Attention,
     embedding: Embedding,
     norm: RmsNorm,
-    rope: Rope,
     layers: Vec<Layer>,
     output_norm: Vec<f32>,
     lm_head: PackedLinear,
     /// Layers whose outputs are the features.
     feature_layers: Vec<usize>,
+    scratch: Vec<f32>,
+    logits: Vec<f32>,
+    features: Vec<f32>,
 }
 
 struct Layer {
@@ -108,11 +110,11 @@ impl<'a> Pass<'a> {
 }
 
 /// What a forward pass gives.
-pub struct Answer {
+pub struct Answer<'a> {
     /// `[wanted rows, vocab]`.
-    pub logits: Tensor,
+    pub logits: &'a [f32],
     /// `[rows, feature layers * hidden]`: the residual stream after each feature layer.
-    pub features: Tensor,
+    pub features: &'a [f32],
 }
 
 impl Target {
@@ -146,14 +148,17 @@ impl Target {
         let rows = max_len + eagle_verify::DraftTree::MAX_NODES;
         let num_pages = max_requests * rows.div_ceil(KvCache::PAGE_SIZE);
         let kv_shape = KvShape { num_layers: shape.num_layers, num_kv_heads, head_dim };
+        let cache = KvCache::new(kv_shape, num_pages)?;
         Ok(Self {
+            attention: Attention::new(cache, Rope::new(head_dim, shape.rope_theta, rows), &shape),
+            scratch: Vec::new(),
+            logits: Vec::new(),
+            features: Vec::new(),
             cpu: cpu.clone(),
             shape,
             tokenizer: Tokenizer::from_gguf(&gguf)?,
             pool: PagePool::new(KvCache::PAGE_SIZE, num_pages)?,
-            cache: KvCache::new(kv_shape, num_pages)?,
             norm: RmsNorm::new(hidden, shape.rms_epsilon)?,
-            rope: Rope::new(head_dim, shape.rope_theta, rows),
             layers,
             output_norm: gguf.vector("output_norm.weight", hidden)?,
             lm_head: PackedLinear::new(&table, vocab, hidden)?, // SmolLM2 ties it to the embedding
@@ -185,11 +190,11 @@ impl Target {
 
     /// The KV cache, whose rows a verdict's commit plan moves.
     pub fn cache(&mut self) -> &mut KvCache {
-        &mut self.cache
+        &mut self.attention.cache
     }
 
     /// Runs the model on some rows.
-    pub fn forward(&mut self, pass: &Pass<'_>) -> Result<Answer> {
+    pub fn forward(&mut self, pass: &Pass<'_>) -> Result<Answer<'_>> {
         let Self { cpu, norm, embedding, .. } = self;
         let (rows, hidden) = (pass.tokens.len(), self.shape.hidden);
         let mut embedded = vec![0.0; rows * hidden];
@@ -197,57 +202,78 @@ impl Target {
             embedding.copy_row(*token, row)?;
         }
         let mut x = Tensor::from_vec(embedded, (rows, hidden), &Device::Cpu)?;
-        let mut features = Vec::with_capacity(self.feature_layers.len());
+        let feature_width = self.feature_layers.len() * hidden;
+        self.features.resize(rows * feature_width, 0.0);
         for (i, layer) in self.layers.iter().enumerate() {
             let normed = ops::rms_norm(norm, &layer.attention_norm, &x)?;
-            let projected = ops::linear(cpu, &layer.query_key_value, &normed)?;
-            let attended = attend(cpu, &mut self.cache, &self.rope, self.shape, i, pass, &projected)?;
+            let attended = self.attention.forward(cpu, i, &layer.query_key_value, pass, &normed)?;
             x = ops::add_linear(cpu, &x, &layer.attention_output, &attended)?;
             let normed = ops::rms_norm(norm, &layer.mlp_norm, &x)?;
-            let activated = ops::silu_mul(&ops::linear(cpu, &layer.gate_up, &normed)?)?;
+            let activated = ops::gated(cpu, &layer.gate_up, &normed, &mut self.scratch)?;
             x = ops::add_linear(cpu, &x, &layer.down, &activated)?;
-            if self.feature_layers.contains(&i) {
-                features.push(x.clone());
+            if let Some(place) = self.feature_layers.iter().position(|&layer| layer == i) {
+                let rows = self.features.chunks_exact_mut(feature_width);
+                ops::with_slice(&x, |x| {
+                    for (features, x) in rows.zip(x.chunks_exact(hidden)) {
+                        features[place * hidden..][..hidden].copy_from_slice(x);
+                    }
+                })?;
             }
         }
         let wanted = Tensor::new(pass.logits_of.as_slice(), &Device::Cpu)?;
         let normed = ops::rms_norm(norm, &self.output_norm, &x.index_select(&wanted, 0)?)?;
-        let logits = ops::linear(cpu, &self.lm_head, &normed)?;
-        let features = match features.is_empty() {
-            true => Tensor::zeros((rows, 0), x.dtype(), &Device::Cpu)?,
-            false => Tensor::cat(&features, 1)?,
-        };
-        Ok(Answer { logits, features })
+        self.logits.resize(pass.logits_of.len() * self.shape.vocab, 0.0);
+        ops::with_slice(&normed, |normed| self.lm_head.forward(cpu, normed, &mut self.logits))??;
+        Ok(Answer { logits: &self.logits, features: &self.features })
     }
 }
 
-/// Attention of one layer: rotates queries and keys, writes keys and values, then reads.
-fn attend(
-    cpu: &Cpu,
-    cache: &mut KvCache,
-    rope: &Rope,
-    shape: LlamaShape,
-    layer: usize,
-    pass: &Pass<'_>,
-    projected: &Tensor,
-) -> Result<Tensor> {
-    let LlamaShape { num_heads, num_kv_heads, head_dim, .. } = shape;
-    let (query_width, kv_width) = (num_heads * head_dim, num_kv_heads * head_dim);
-    let scale = 1.0 / (head_dim as f32).sqrt();
-    Ok(ops::map_rows(projected, "tree-attention", query_width, |projected, out| {
-        let (mut queries, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
-        let rows = projected.chunks_exact(query_width + 2 * kv_width);
-        for (row, &position) in rows.zip(&pass.positions) {
-            let (query, key_value) = row.split_at(query_width);
-            let (key, value) = key_value.split_at(kv_width);
-            let start = (queries.len(), keys.len());
-            queries.extend_from_slice(query);
-            keys.extend_from_slice(key);
-            values.extend_from_slice(value);
-            rope.turn(position, &mut queries[start.0..]);
-            rope.turn(position, &mut keys[start.1..]);
-        }
-        cache.write(layer, &pass.slots, &keys, &values)?;
-        cache.attend(cpu, layer, scale, &queries, &pass.attention, out)
-    })?)
+/// The attention layers' KV cache and working memory.
+struct Attention {
+    cache: KvCache,
+    rope: Rope,
+    query_width: usize,
+    head_dim: usize,
+    projected: Vec<f32>,
+    queries: Vec<f32>,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Attention {
+    fn new(cache: KvCache, rope: Rope, shape: &LlamaShape) -> Self {
+        let (query_width, head_dim) = (shape.num_heads * shape.head_dim, shape.head_dim);
+        let (projected, queries, keys, values) = Default::default();
+        Self { cache, rope, query_width, head_dim, projected, queries, keys, values }
+    }
+
+    /// One layer: projects, rotates queries and keys, writes keys and values, then reads.
+    fn forward(
+        &mut self,
+        cpu: &Cpu,
+        layer: usize,
+        query_key_value: &PackedLinear,
+        pass: &Pass<'_>,
+        normed: &Tensor,
+    ) -> Result<Tensor> {
+        let Self { cache, rope, projected, queries, keys, values, .. } = self;
+        let (query_width, width) = (self.query_width, query_key_value.num_outputs());
+        let scale = 1.0 / (self.head_dim as f32).sqrt();
+        Ok(ops::map_rows(normed, "tree-attention", query_width, |normed, out| {
+            projected.resize(pass.tokens.len() * width, 0.0);
+            query_key_value.forward(cpu, normed, projected)?;
+            [&mut *queries, keys, values].map(|buffer| buffer.clear());
+            for (row, &position) in projected.chunks_exact_mut(width).zip(&pass.positions) {
+                let (query, key_value) = row.split_at_mut(query_width);
+                let (key, value) = key_value.split_at_mut((width - query_width) / 2);
+                rope.turn(position, query);
+                rope.turn(position, key);
+                queries.extend_from_slice(query);
+                keys.extend_from_slice(key);
+                values.extend_from_slice(value);
+            }
+            cache.write(layer, &pass.slots, keys, values)?;
+            cache.attend(cpu, layer, scale, queries, &pass.attention, out)
+        })?)
+    }
 }

@@ -54,11 +54,6 @@ pub fn with_slice<R>(x: &Tensor, use_slice: impl FnOnce(&[f32]) -> R) -> Result<
     }
 }
 
-/// `x W^T`.
-pub fn linear(cpu: &Cpu, layer: &PackedLinear, x: &Tensor) -> Result<Tensor> {
-    map_rows(x, "packed-linear", layer.num_outputs(), |x, y| layer.forward(cpu, x, y))
-}
-
 /// `residual + x W^T`. (candle's own addition hands matrices of this size to threads of its own, which get
 /// in the way of the backend's.)
 pub fn add_linear(cpu: &Cpu, residual: &Tensor, layer: &PackedLinear, x: &Tensor) -> Result<Tensor> {
@@ -76,11 +71,13 @@ pub fn rms_norm(norm: &RmsNorm, weight: &[f32], x: &Tensor) -> Result<Tensor> {
     map_rows(x, "rms-norm", weight.len(), |x, y| norm.apply(x, weight, y))
 }
 
-/// `silu(gate) * up` of a stacked `[gate, up]` row.
-pub fn silu_mul(x: &Tensor) -> Result<Tensor> {
-    let width = x.dim(1)? / 2;
-    map_rows(x, "silu-mul", width, |x, y| {
-        cpu::silu_mul(x, width, y);
-        Ok(())
+/// The gated MLP up to its down projection, `silu(gate) * up` of a stacked `[gate, up]` layer.
+/// `scratch` keeps its memory from call to call.
+pub fn gated(cpu: &Cpu, gate_up: &PackedLinear, x: &Tensor, scratch: &mut Vec<f32>) -> Result<Tensor> {
+    let width = gate_up.num_outputs() / 2;
+    map_rows(x, "gated-mlp", width, |x, y| {
+        scratch.resize(2 * y.len(), 0.0);
+        gate_up.forward(cpu, x, scratch)?;
+        cpu::silu_mul(cpu, scratch, width, y)
     })
 }

@@ -5,14 +5,13 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::{
     AcceptStats, DraftBudget, PageTable, RequestId, RequestOptions, Speculator, TokenId, VerifyBatch,
 };
 
 use super::model::{Pass, Target};
-use super::ops::with_slice;
 use super::tokenizer::END_OF_TURN;
 
 /// Prompt tokens that go through the target together.
@@ -72,7 +71,7 @@ pub fn plain(target: &mut Target, prompts: &[Vec<TokenId>], batch: usize, max_ne
             for chunk in prompts[next].chunks(PROMPT_CHUNK) {
                 let lease = table.lease(chunk.len())?;
                 let pass = Pass::prompt(lease.table(), lease.table().len(), chunk);
-                last = with_slice(&target.forward(&pass)?.logits, argmax)?;
+                last = argmax(target.forward(&pass)?.logits);
                 lease.commit(chunk.len())?;
             }
             run.outputs[next].push(last);
@@ -90,12 +89,11 @@ pub fn plain(target: &mut Target, prompts: &[Vec<TokenId>], batch: usize, max_ne
         let leases = leases.collect::<Result<Vec<_>>>()?;
         let pass = Pass::decode(leases.iter().map(|(lease, token)| (lease.table(), *token)));
         let target_started = Instant::now();
+        let vocab = target.shape.vocab;
         let answer = target.forward(&pass)?;
         run.target_time += target_started.elapsed();
         leases.into_iter().try_for_each(|(lease, _)| lease.commit(1))?;
-        let vocab = target.shape.vocab;
-        let chosen: Vec<TokenId> = with_slice(&answer.logits, |logits| logits.chunks(vocab).map(argmax).collect())?;
-        for (request, token) in active.iter_mut().zip(chosen) {
+        for (request, token) in active.iter_mut().zip(answer.logits.chunks(vocab).map(argmax)) {
             request.last = token;
             run.outputs[request.index].push(token);
         }
@@ -126,16 +124,18 @@ pub fn speculative(
             let stop_tokens = vec![END_OF_TURN];
             speculator.admit(id, RequestOptions { stop_tokens, max_new_tokens: max_new, budget })?;
             let mut table = target.new_table();
-            let mut answer = None;
-            for chunk in prompts[next].chunks(PROMPT_CHUNK) {
+            let mut first = None;
+            let mut chunks = prompts[next].chunks(PROMPT_CHUNK).peekable();
+            while let Some(chunk) = chunks.next() {
                 let lease = table.lease(chunk.len())?;
-                let chunk_answer = target.forward(&Pass::prompt(lease.table(), lease.table().len(), chunk))?;
-                with_slice(&chunk_answer.features, |features| speculator.prefill(id, chunk, features))??;
+                let answer = target.forward(&Pass::prompt(lease.table(), lease.table().len(), chunk))?;
+                speculator.prefill(id, chunk, answer.features)?;
+                if chunks.peek().is_none() {
+                    first = Some(speculator.begin(id, answer.logits)?);
+                }
                 lease.commit(chunk.len())?;
-                answer = Some(chunk_answer);
             }
-            let logits = answer.ok_or_else(|| anyhow::anyhow!("prompt {next} is empty"))?.logits;
-            let first = with_slice(&logits, |logits| speculator.begin(id, logits))??;
+            let first = first.with_context(|| format!("prompt {next} is empty"))?;
             match first.finished {
                 None => active.push(Active { index: next, table, last: first.token }),
                 Some(_) => run.outputs[next] = speculator.finish(id)?.tokens,
@@ -161,9 +161,7 @@ pub fn speculative(
         let answer = target.forward(&pass)?;
         run.target_time += target_started.elapsed();
 
-        let verdicts = with_slice(&answer.logits, |logits| {
-            with_slice(&answer.features, |features| speculator.accept(&verify_batch, logits, features))
-        })???;
+        let verdicts = speculator.accept(&verify_batch, answer.logits, answer.features)?;
         for (lease, verdict) in leases.into_iter().zip(verdicts) {
             let plan = verdict.commit_plan();
             target.cache().commit(lease.table(), plan)?;
@@ -196,13 +194,11 @@ pub fn top_two_gaps(target: &mut Target, prompt: &[TokenId], output: &[TokenId])
     let mut gaps = Vec::new();
     let mut feed = |table: &mut PageTable, tokens: &[TokenId]| -> Result<f32> {
         let lease = table.lease(tokens.len())?;
-        let answer = target.forward(&Pass::prompt(lease.table(), lease.table().len(), tokens))?;
+        let logits = target.forward(&Pass::prompt(lease.table(), lease.table().len(), tokens))?.logits;
         lease.commit(tokens.len())?;
-        Ok(with_slice(&answer.logits, |logits| {
-            let best = logits[argmax(logits).0 as usize];
-            let second = logits.iter().filter(|logit| **logit != best).fold(f32::MIN, |a, b| a.max(*b));
-            if logits.iter().filter(|logit| **logit == best).count() > 1 { 0.0 } else { best - second }
-        })?)
+        let best = argmax(logits).0 as usize;
+        let others = logits.iter().enumerate().filter(|(token, _)| *token != best);
+        Ok(logits[best] - others.fold(f32::MIN, |second, (_, logit)| second.max(*logit)))
     };
     let mut gap = 0.0;
     for chunk in prompt.chunks(PROMPT_CHUNK) {

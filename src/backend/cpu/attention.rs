@@ -201,7 +201,7 @@ impl KvCache {
         let kv_len = head_dim * PANEL;
         let parts = simd::Parts::new(&mut outputs, task_len);
         let attend = |task: usize| {
-            let (block, kv_head) = (task / num_kv_heads, task % num_kv_heads);
+            let (kv_head, block) = (task / num_blocks, task % num_blocks);
             let first = block * block_rows;
             let rows = &rows[first..(first + block_rows).min(rows.len())];
             let queries = queries[first * query_width..].chunks_exact(query_width);
@@ -215,10 +215,11 @@ impl KvCache {
                 parts.with(task, |out| scratch.attend(cpu.isa, head, rows, queries, keys, values, out));
             });
         };
+        // Tasks are ordered so that a thread stays with a head, whose keys it has in its cache.
         cpu.team.run(num_blocks * num_kv_heads, &attend);
         for (r, row) in out.chunks_exact_mut(query_width).enumerate() {
             for (kv_head, row) in row.chunks_exact_mut(group * head_dim).enumerate() {
-                let task = r / block_rows * num_kv_heads + kv_head;
+                let task = kv_head * num_blocks + r / block_rows;
                 let from = task * task_len + r % block_rows * row.len();
                 row.copy_from_slice(&outputs[from..from + row.len()]);
             }
@@ -273,6 +274,7 @@ struct Scratch {
     queries: Vec<f32>,   // [vectors, head_dim]
     weights: Vec<f32>,   // [vectors, stride]: scores, then softmax weights, by visible key
     sums: Vec<f32>,      // [vectors]
+    gathered: Vec<f32>,  // [nodes, 32]: values of a row's nodes
     acc: Vec<Lanes>,     // [vectors]
 }
 
@@ -326,8 +328,13 @@ impl Scratch {
         self.acc.resize(num_vectors, [0.0; PANEL]);
         // Scores of all keys, visible or not.
         for (place, &page) in pages[..num_pages].iter().enumerate() {
+            // The caches have seen all of the model's weights since these were last read.
+            simd::prefetch(values(page));
+            if let Some(&next) = pages[..num_pages].get(place + 1) {
+                simd::prefetch(keys(next));
+            }
             self.acc.fill([0.0; PANEL]);
-            simd::accumulate(isa, &self.queries, head_dim, keys(page), &mut self.acc, false);
+            simd::accumulate(isa, &self.queries, head_dim, keys(page), &mut self.acc, &[]);
             for (weights, acc) in self.weights.chunks_exact_mut(stride).zip(&self.acc) {
                 weights[place * PANEL..][..PANEL].copy_from_slice(acc);
             }
@@ -348,7 +355,6 @@ impl Scratch {
         // Outputs: the keys that all rows have in their prefix together, the rest row by row. A zero
         // weight adds nothing, so rows with a shorter prefix don't notice the others' keys.
         let shared = rows.iter().map(|row| row.prefix_len).max().unwrap_or(0);
-        let by_row = rows.iter().any(|row| row.nodes != NodeSet::default());
         for panel in 0..head_dim / PANEL {
             let panel_of = |page: u32| &values(page)[panel * PANEL * PANEL..][..PANEL * PANEL];
             self.acc.fill([0.0; PANEL]);
@@ -356,18 +362,22 @@ impl Scratch {
                 let depth = PANEL.min(shared - place * PANEL);
                 let weights = &self.weights[place * PANEL..];
                 let values = &panel_of(page)[..depth * PANEL];
-                simd::accumulate(isa, weights, stride, values, &mut self.acc, false);
+                simd::accumulate(isa, weights, stride, values, &mut self.acc, &[]);
             }
-            if by_row {
-                for (r, row) in rows.iter().enumerate() {
-                    for (place, node) in row.nodes.iter().enumerate() {
-                        let key = row.prefix_len + node;
-                        let value = &panel_of(pages[key / PANEL])[key % PANEL * PANEL..][..PANEL];
-                        let weights = &self.weights[r * group * stride + row.prefix_len + place..];
-                        let acc = &mut self.acc[r * group..(r + 1) * group];
-                        simd::accumulate(isa, weights, stride, value, acc, false);
-                    }
+            for (r, row) in rows.iter().enumerate() {
+                if row.nodes == NodeSet::default() {
+                    continue;
                 }
+                // Its own nodes only, gathered: another node's values may be anything.
+                self.gathered.clear();
+                for node in row.nodes.iter() {
+                    let key = row.prefix_len + node;
+                    let value = &panel_of(pages[key / PANEL])[key % PANEL * PANEL..][..PANEL];
+                    self.gathered.extend_from_slice(value);
+                }
+                let weights = &self.weights[r * group * stride + row.prefix_len..];
+                let acc = &mut self.acc[r * group..(r + 1) * group];
+                simd::accumulate(isa, weights, stride, &self.gathered, acc, &[]);
             }
             let rows = out.chunks_exact_mut(head_dim);
             for ((out, acc), sum) in rows.zip(&self.acc).zip(&self.sums) {

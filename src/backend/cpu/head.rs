@@ -269,7 +269,7 @@ impl CpuHead {
         work.gate_up.resize(count * 2 * intermediate, 0.0);
         layers.gate_up.forward(cpu, &work.normed, &mut work.gate_up)?;
         work.activated.resize(count * intermediate, 0.0);
-        silu_mul(&work.gate_up, intermediate, &mut work.activated);
+        silu_mul(cpu, &work.gate_up, intermediate, &mut work.activated)?;
         layers.down.forward(cpu, &work.activated, &mut work.projected)?;
         for (output, projected) in work.outputs.iter_mut().zip(&work.projected) {
             *output += projected;

@@ -134,22 +134,27 @@ impl PackedLinear {
         Ok(())
     }
 
-    /// At most [`MAX_ROWS`] rows, each thread over its own run of panels.
+    /// At most [`MAX_ROWS`] rows; each thread over its own run of panels.
     fn chunk<W: Weight>(&self, cpu: &Cpu, x: &[f32], pages: &Pages, y: &mut [f32]) {
         let weights: &[W] = bytemuck::cast_slice(&pages.0);
         let panel_len = self.num_inputs * PANEL;
         let num_rows = x.len() / self.num_inputs;
         let columns = simd::Columns::new(y, self.num_outputs);
         let num_panels = self.num_outputs.div_ceil(PANEL);
-        cpu.split(num_panels, |panels| {
+        // Each thread streams one run of panels: a panel taken over by another would not be prefetched.
+        let num_runs = cpu.num_threads().min(num_panels);
+        let bound = |run: usize| num_panels * run / num_runs;
+        cpu.team.run(num_runs, &|run| {
             let mut acc = [[0.0; PANEL]; MAX_ROWS];
             let acc = &mut acc[..num_rows];
-            for panel in panels {
+            for panel in bound(run)..bound(run + 1) {
                 acc.fill([0.0; PANEL]);
                 let panel_weights = &weights[panel * panel_len..][..panel_len];
                 let mut first = 0;
                 for block in panel_weights.chunks(BLOCK_BYTES / size_of::<W>()) {
-                    simd::accumulate(cpu.isa, &x[first..], self.num_inputs, block, acc, true);
+                    let next = panel * panel_len + first * PANEL + block.len();
+                    let ahead = &weights[next..];
+                    simd::accumulate(cpu.isa, &x[first..], self.num_inputs, block, acc, ahead);
                     first += block.len() / PANEL;
                 }
                 columns.store(panel, acc);

@@ -12,7 +12,6 @@ mod ops;
 mod simd;
 mod threads;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
@@ -61,13 +60,6 @@ impl Cpu {
     /// Number of threads.
     pub fn num_threads(&self) -> usize {
         self.team.num_threads()
-    }
-
-    /// Gives each thread a run of `0..count`; every index is in exactly one.
-    fn split(&self, count: usize, action: impl Fn(Range<usize>) + Sync) {
-        let tasks = self.num_threads().min(count);
-        let bound = |task: usize| count * task / tasks;
-        self.team.run(tasks, &|task| action(bound(task)..bound(task + 1)));
     }
 }
 

@@ -4,7 +4,8 @@
 
 use multiversion::multiversion;
 
-use crate::error::Result;
+use super::{Cpu, simd};
+use crate::error::{Result, expect_len};
 use crate::sampling::{ChoiceKey, nan_logit, reject_masked};
 use crate::tree::TokenId;
 
@@ -39,25 +40,38 @@ fn exp(x: f32) -> f32 {
 pub(super) fn softmax_weights(scores: &mut [f32], scale: f32) -> f32 {
     let max = max(scores);
     let mut sums = [0.0f32; LANES];
-    for chunk in scores.chunks_mut(LANES) {
+    let mut weigh = |chunk: &mut [f32; LANES]| {
         for (sum, score) in sums.iter_mut().zip(chunk) {
             *score = exp((*score - max) * scale);
             *sum += *score;
         }
-    }
-    pairwise(sums)
+    };
+    let (chunks, rest) = scores.as_chunks_mut();
+    chunks.iter_mut().for_each(&mut weigh);
+    let mut padded = pad(rest); // weights of 0
+    weigh(&mut padded);
+    rest.copy_from_slice(&padded[..rest.len()]);
+    fold(sums, |a, b| a + b)
 }
 
+/// A full chunk, filled up with negative infinity. Loops over arrays of a fixed length become straight
+/// vector code; loops over what is left of a slice don't.
 #[inline(always)]
-fn pairwise(mut sums: [f32; LANES]) -> f32 {
-    let mut half = LANES / 2;
-    while half > 0 {
+fn pad(rest: &[f32]) -> [f32; LANES] {
+    let mut padded = [f32::NEG_INFINITY; LANES];
+    padded[..rest.len()].copy_from_slice(rest);
+    padded
+}
+
+/// Combines lane `i` with lane `i + n / 2`, then halves `n`: a tree, so that a vector does it in five steps.
+#[inline(always)]
+fn fold(mut lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
+    for half in [16, 8, 4, 2, 1] {
         for i in 0..half {
-            sums[i] += sums[i + half];
+            lanes[i] = combine(lanes[i], lanes[i + half]);
         }
-        half /= 2;
     }
-    sums[0]
+    lanes[0]
 }
 
 /// The largest element that is not NaN; negative infinity if there is none.
@@ -65,15 +79,17 @@ fn pairwise(mut sums: [f32; LANES]) -> f32 {
 fn max(values: &[f32]) -> f32 {
     let greater = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [f32::NEG_INFINITY; LANES];
-    for chunk in values.chunks(LANES) {
+    let mut compare = |chunk: &[f32; LANES]| {
         for (lane, &value) in lanes.iter_mut().zip(chunk) {
             *lane = greater(*lane, value);
         }
-    }
-    lanes.into_iter().fold(f32::NEG_INFINITY, greater)
+    };
+    let (chunks, rest) = values.as_chunks();
+    chunks.iter().for_each(&mut compare);
+    compare(&pad(rest));
+    fold(lanes, greater)
 }
 
-/// `out = silu(gate) * up`, where `gate_up` holds `[gate, up]` for each row and `out` is half as wide.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
 fn silu_mul_row(gate: &[f32], up: &[f32], out: &mut [f32]) {
     for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
@@ -86,14 +102,21 @@ fn silu_mul_row(gate: &[f32], up: &[f32], out: &mut [f32]) {
 /// `gate_up` is `[rows, 2, width]`, the output of a stacked gate and up projection; `out` is
 /// `[rows, width]`. f32, each element by itself.
 ///
-/// # Panics
-/// When `gate_up` is not twice as long as `out`, or `out` is not whole rows of `width`.
-pub fn silu_mul(gate_up: &[f32], width: usize, out: &mut [f32]) {
-    assert!(gate_up.len() == 2 * out.len() && out.len().is_multiple_of(width));
-    for (gate_up, out) in gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
-        let (gate, up) = gate_up.split_at(width);
-        silu_mul_row(gate, up, out);
+/// # Errors
+/// *Misuse* when the lengths are not the same number of rows.
+pub fn silu_mul(cpu: &Cpu, gate_up: &[f32], width: usize, out: &mut [f32]) -> Result<()> {
+    let num_rows = out.len() / width.max(1);
+    expect_len("activation output", num_rows * width, out.len())?;
+    expect_len("gate and up projections", 2 * out.len(), gate_up.len())?;
+    if num_rows == 0 {
+        return Ok(());
     }
+    let rows = simd::Parts::new(out, width);
+    cpu.team.run(num_rows, &|row| {
+        let (gate, up) = gate_up[row * 2 * width..][..2 * width].split_at(width);
+        rows.with(row, |out| silu_mul_row(gate, up, out));
+    });
+    Ok(())
 }
 
 /// [`choose`](crate::sampling::choose), fast.
@@ -113,25 +136,31 @@ pub(super) fn choose(logits: &[f32]) -> Result<ChoiceKey> {
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
 fn max_and_nan(values: &[f32]) -> (f32, bool) {
     let mut nan = [0u32; LANES];
-    for chunk in values.chunks(LANES) {
+    let mut look = |chunk: &[f32; LANES]| {
         for (nan, value) in nan.iter_mut().zip(chunk) {
             *nan |= u32::from(value.is_nan());
         }
-    }
+    };
+    let (chunks, rest) = values.as_chunks();
+    chunks.iter().for_each(&mut look);
+    look(&pad(rest));
     (max(values), nan.into_iter().any(|nan| nan != 0))
 }
 
-/// `ln(sum(exp(values)))`; NaN if a value is NaN or +infinity.
+/// `ln(sum(exp(values)))`; NaN if a value is NaN or +infinity, or all are negative infinity.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
 pub(super) fn log_sum_exp(values: &[f32]) -> f32 {
     let max = max(values);
     let mut sums = [0.0f32; LANES];
-    for chunk in values.chunks(LANES) {
+    let mut add = |chunk: &[f32; LANES]| {
         for (sum, value) in sums.iter_mut().zip(chunk) {
             *sum += exp(value - max);
         }
-    }
-    max + pairwise(sums).ln()
+    };
+    let (chunks, rest) = values.as_chunks();
+    chunks.iter().for_each(&mut add);
+    add(&pad(rest));
+    max + fold(sums, |a, b| a + b).ln()
 }
 
 /// The indices and values of the `k` largest, largest first, at ties the lowest index first. No NaN.
@@ -176,7 +205,7 @@ fn any_above(chunk: &[f32], bar: f32) -> bool {
 #[derive(Clone, Debug)]
 pub struct Rope {
     half: usize,
-    table: Vec<(f32, f32)>, // [positions, half] of (cos, sin)
+    table: Vec<f32>, // [positions, 2, half]: cosines, sines
 }
 
 impl Rope {
@@ -185,14 +214,18 @@ impl Rope {
         let half = head_dim / 2;
         let frequency = |i: usize| 1.0 / theta.powf((2 * i) as f32 / head_dim as f32);
         let frequencies: Vec<f32> = (0..half).map(frequency).collect();
-        let angles = |p: usize| frequencies.iter().map(move |f| p as f32 * f);
-        let table = (0..num_positions).flat_map(angles);
-        Self { half, table: table.map(|angle| (angle.cos(), angle.sin())).collect() }
+        let mut table = Vec::with_capacity(2 * half * num_positions);
+        for position in 0..num_positions {
+            let angle = |frequency: &f32| position as f32 * frequency;
+            table.extend(frequencies.iter().map(|frequency| angle(frequency).cos()));
+            table.extend(frequencies.iter().map(|frequency| angle(frequency).sin()));
+        }
+        Self { half, table }
     }
 
     /// Number of positions in the table.
     pub fn num_positions(&self) -> usize {
-        self.table.len() / self.half.max(1)
+        self.table.len() / (2 * self.half).max(1)
     }
 
     /// Turns all heads of one row, `[heads, head_dim]`, to `position`.
@@ -200,12 +233,19 @@ impl Rope {
     /// # Panics
     /// When the position is not in the table.
     pub fn turn(&self, position: usize, row: &mut [f32]) {
-        let table = &self.table[position * self.half..][..self.half];
-        for head in row.chunks_exact_mut(2 * self.half) {
-            let (first, second) = head.split_at_mut(self.half);
-            for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(table) {
-                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-            }
+        let table = &self.table[position * 2 * self.half..][..2 * self.half];
+        let (cos, sin) = table.split_at(self.half);
+        turn_heads(cos, sin, row);
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn turn_heads(cos: &[f32], sin: &[f32], row: &mut [f32]) {
+    let half = cos.len();
+    for head in row.chunks_exact_mut(2 * half) {
+        let (first, second) = head.split_at_mut(half);
+        for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         }
     }
 }

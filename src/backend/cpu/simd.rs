@@ -92,8 +92,8 @@ impl Isa {
 /// For each row `r` and lane `c`: `acc[r][c] = fma(x[r * x_stride + k], w[k * 32 + c], acc[r][c])`, `k`
 /// ascending over the `w.len() / 32` steps.
 ///
-/// `prefetch` asks for the weights [`BLOCK_BYTES`] further on, so that they arrive from memory while these
-/// are used.
+/// `ahead` is the block of weights that comes [`BLOCK_BYTES`] later, or nothing: it is prefetched, so that it
+/// arrives from memory while this one is used.
 ///
 /// # Panics
 /// When `w` is not whole steps or `x` is too short. Callers' shapes are checked long before.
@@ -103,7 +103,7 @@ pub(super) fn accumulate<W: Weight>(
     x_stride: usize,
     w: &[W],
     acc: &mut [Lanes],
-    prefetch: bool,
+    ahead: &[W],
 ) {
     let depth = w.len() / PANEL;
     assert_eq!(w.len() % PANEL, 0);
@@ -112,7 +112,7 @@ pub(super) fn accumulate<W: Weight>(
     let mut first = 0;
     for group in 0..num_groups {
         let rows = (acc.len() - first).div_ceil(num_groups - group);
-        let prefetch = prefetch.then(|| Prefetch::share::<W>(w, group, num_groups));
+        let prefetch = (!ahead.is_empty()).then(|| Prefetch::share(ahead, group, num_groups));
         // SAFETY:
         // - bounds: the assertions above cover `rows` rows of `depth` steps from row `first` on.
         // - `isa` was found on this machine: `Isa` values come from `available` alone.
@@ -151,7 +151,7 @@ struct Prefetch {
 }
 
 impl Prefetch {
-    fn share<W>(w: &[W], group: usize, num_groups: usize) -> Self {
+    fn share<W>(ahead: &[W], group: usize, num_groups: usize) -> Self {
         let lines = BLOCK_BYTES / LINE;
         let lines_per_step = PANEL * size_of::<W>() / LINE; // 2 for f32, 1 for bf16
         let (at_once, shift) = match 2 * lines_per_step / num_groups {
@@ -161,7 +161,7 @@ impl Prefetch {
         };
         let lines_per_group = (lines / lines_per_step * at_once) >> shift;
         Self {
-            base: w.as_ptr().cast::<u8>().wrapping_add(BLOCK_BYTES),
+            base: ahead.as_ptr().cast(),
             first_line: group * lines_per_group % lines,
             shift,
             double: at_once == 2,
@@ -184,6 +184,11 @@ impl Prefetch {
             }
         }
     }
+}
+
+/// Asks for a block that is needed soon.
+pub(super) fn prefetch(block: &[f32]) {
+    block.chunks(LINE / size_of::<f32>()).for_each(|line| fetch(line.as_ptr().cast()));
 }
 
 #[inline(always)]
@@ -216,8 +221,8 @@ impl<'a> Columns<'a> {
 
     /// Writes a panel's accumulators to its columns; those past the matrix's width are dropped.
     ///
-    /// Threads may call this at the same time for different panels only (see `Cpu::split`, which hands out
-    /// every index once).
+    /// Threads may call this at the same time for different panels only (see `Team::run`, which hands out
+    /// every task once).
     pub(super) fn store(&self, panel: usize, acc: &[Lanes]) {
         let first = panel * PANEL;
         assert!(acc.len() == self.num_rows && first < self.width);
@@ -227,7 +232,10 @@ impl<'a> Columns<'a> {
             // writes these columns, as the doc comment asks of the callers in this crate.
             unsafe {
                 let to = self.start.add(row * self.width + first);
-                std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, count);
+                match count {
+                    PANEL => *to.cast::<Lanes>() = *lanes, // two stores instead of a call
+                    _ => std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, count),
+                }
             }
         }
     }
@@ -556,7 +564,7 @@ mod tests {
             let start: Vec<Lanes> = (0..rows).map(|_| std::array::from_fn(|_| random())).collect();
             for isa in Isa::available() {
                 let mut acc = start.clone();
-                accumulate(isa, &x, stride, &w, &mut acc, true);
+                accumulate(isa, &x, stride, &w, &mut acc, &w);
                 for (r, (got, start)) in acc.iter().zip(&start).enumerate() {
                     for c in 0..PANEL {
                         let terms = (0..depth).map(|k| (x[r * stride + k], to(w[k * PANEL + c])));

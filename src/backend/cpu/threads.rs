@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
+use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -32,8 +33,8 @@ struct Shared {
     /// Counts pieces of work; a change publishes `work`.
     generation: AtomicU64,
     work: UnsafeCell<Option<Work>>,
-    /// The next task to take.
-    next_task: AtomicUsize,
+    /// The tasks that each thread has left.
+    shares: Box<[Share]>,
     /// Members that have not finished the current piece.
     num_busy: AtomicUsize,
     panicked: AtomicBool,
@@ -46,7 +47,41 @@ struct Shared {
 #[derive(Clone, Copy, Debug)]
 struct Work {
     action: *const (dyn Fn(usize) + Sync),
-    num_tasks: usize,
+}
+
+/// A run of tasks, `first << 32 | end`, on a cache line of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Share(AtomicU64);
+
+impl Share {
+    fn set(&self, tasks: Range<usize>) {
+        self.0.store((tasks.start as u64) << 32 | tasks.end as u64, Ordering::Relaxed);
+    }
+
+    fn take_first(&self) -> Option<usize> {
+        self.take(|first, end| (first, first + 1, end))
+    }
+
+    fn take_last(&self) -> Option<usize> {
+        self.take(|first, end| (end - 1, first, end - 1))
+    }
+
+    /// `pick` gives the task, and what is left without it.
+    fn take(&self, pick: impl Fn(u64, u64) -> (u64, u64, u64)) -> Option<usize> {
+        let mut seen = self.0.load(Ordering::Relaxed);
+        loop {
+            let (first, end) = (seen >> 32, seen & u64::from(u32::MAX));
+            if first >= end {
+                return None;
+            }
+            let (task, first, end) = pick(first, end);
+            match self.0.compare_exchange_weak(seen, first << 32 | end, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Some(task as usize),
+                Err(now) => seen = now,
+            }
+        }
+    }
 }
 
 // SAFETY: `work` is written by `Team::run` alone, under `turn` and while no member is busy (`num_busy` is 0,
@@ -62,7 +97,7 @@ impl Team {
         let shared = Arc::new(Shared {
             generation: AtomicU64::new(0),
             work: UnsafeCell::new(None),
-            next_task: AtomicUsize::new(0),
+            shares: (0..num_threads).map(|_| Share::default()).collect(),
             num_busy: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -74,7 +109,7 @@ impl Team {
         for i in 1..num_threads {
             let shared = Arc::clone(&team.shared);
             let member = std::thread::Builder::new().name(format!("eagle-verify-{i}"));
-            let member = member.spawn(move || shared.serve());
+            let member = member.spawn(move || shared.serve(i));
             team.members.push(member.map_err(|e| Error::fault("threads", num_threads, e))?);
         }
         Ok(team)
@@ -84,8 +119,9 @@ impl Team {
         self.members.len() + 1
     }
 
-    /// Runs `action(task)` once for each task below `num_tasks`, on all threads, and returns when all are
-    /// done. Must not be called from inside an action.
+    /// Runs `action(task)` once for each task below `num_tasks` (less than 2^32), on all threads, and returns
+    /// when all are done. Tasks of a thread are neighbours and come in order, but for the last few, which
+    /// whoever is idle takes. Must not be called from inside an action.
     ///
     /// # Panics
     /// If an action does.
@@ -101,8 +137,11 @@ impl Team {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(action)
         };
         // SAFETY: no member is busy (the last `run` waited for that) and the turn is ours, so nobody reads.
-        unsafe { *shared.work.get() = Some(Work { action: erased, num_tasks }) };
-        shared.next_task.store(0, Ordering::Relaxed);
+        unsafe { *shared.work.get() = Some(Work { action: erased }) };
+        let bound = |thread: usize| num_tasks * thread / shared.shares.len();
+        for (thread, share) in shared.shares.iter().enumerate() {
+            share.set(bound(thread)..bound(thread + 1));
+        }
         shared.num_busy.store(self.members.len(), Ordering::Relaxed);
         // Publishes all of the above. Sequentially consistent with the sleepers' count: either a member sees
         // the new generation before it sleeps, or we see that it sleeps.
@@ -111,7 +150,7 @@ impl Team {
             let _guard = shared.sleep.lock().unwrap_or_else(PoisonError::into_inner);
             shared.wake.notify_all();
         }
-        let own = panic::catch_unwind(AssertUnwindSafe(|| shared.take_tasks(action, num_tasks)));
+        let own = panic::catch_unwind(AssertUnwindSafe(|| shared.take_tasks(0, action)));
         let mut spins = 0u32;
         while shared.num_busy.load(Ordering::Acquire) > 0 {
             spins += 1;
@@ -128,18 +167,20 @@ impl Team {
 }
 
 impl Shared {
-    fn take_tasks(&self, action: &(dyn Fn(usize) + Sync), num_tasks: usize) {
-        loop {
-            let task = self.next_task.fetch_add(1, Ordering::Relaxed);
-            if task >= num_tasks {
-                return;
-            }
+    /// A thread works through its own share in order, then takes from the ends of the others'.
+    fn take_tasks(&self, thread: usize, action: &(dyn Fn(usize) + Sync)) {
+        while let Some(task) = self.shares[thread].take_first() {
             action(task);
+        }
+        for other in (thread + 1..self.shares.len()).chain(0..thread) {
+            while let Some(task) = self.shares[other].take_last() {
+                action(task);
+            }
         }
     }
 
     /// A member's life.
-    fn serve(&self) {
+    fn serve(&self, thread: usize) {
         let mut seen = 0;
         loop {
             self.wait_for_change(seen);
@@ -150,10 +191,10 @@ impl Shared {
             // SAFETY: `run` wrote it before the generation we just acquired, and waits for `num_busy` before
             // it writes again. Each generation is served by every member, so none is skipped.
             let work = unsafe { *self.work.get() };
-            if let Some(Work { action, num_tasks }) = work {
+            if let Some(Work { action }) = work {
                 // SAFETY: the closure lives until `run` returns, which is after our `num_busy` below.
                 let action = unsafe { &*action };
-                let tasks = panic::catch_unwind(AssertUnwindSafe(|| self.take_tasks(action, num_tasks)));
+                let tasks = panic::catch_unwind(AssertUnwindSafe(|| self.take_tasks(thread, action)));
                 if tasks.is_err() {
                     self.panicked.store(true, Ordering::Relaxed);
                 }
