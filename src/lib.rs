@@ -1,5 +1,10 @@
 #![doc = "Speculative decoding with EAGLE-3 draft trees: see the README."]
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), warn(unreachable_pub))] // test fixtures are shared with other crates
+
+// The tests' fixtures name the crate as users do.
+#[cfg(test)]
+extern crate self as eagle_verify;
 
 pub mod backend;
 mod draft;

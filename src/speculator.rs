@@ -148,6 +148,7 @@ impl<B: Backend> Speculator<B> {
         let state = || DraftState {
             table: pool.table(),
             next_tokens: Vec::new(),
+            first_is_written: false,
             budget: DraftBudget::NONE,
             pool: CandidatePool::default(),
         };
@@ -226,7 +227,7 @@ impl<B: Backend> Speculator<B> {
         }
         expect_len("prompt features", tokens.len() * self.feature_width, B::view_len(features))?;
         let state = &mut self.states[slot];
-        state.table.reserve(tokens.len())?;
+        state.table.reserve(state.next_tokens.len() + tokens.len())?;
         // The very first token has no feature before it.
         let unpaired = usize::from(request.committed.is_empty());
         state.next_tokens.extend_from_slice(&tokens[unpaired..]);
@@ -278,7 +279,9 @@ impl<B: Backend> Speculator<B> {
     /// model fails.
     pub fn propose(&mut self, requests: &[RequestId], batch: &mut VerifyBatch) -> Result<()> {
         let started = Instant::now();
-        let step = self.step + 1;
+        // A step is used up also if it fails: its marks must not be met again.
+        self.step += 1;
+        let step = self.step;
         self.active.clear();
         for id in requests {
             let slot = self.slot(*id)?;
@@ -292,8 +295,6 @@ impl<B: Backend> Speculator<B> {
             }
             self.active.push(slot);
         }
-        // From here on the step is used up, also if it fails: its marks must not meet again.
-        self.step = step;
         for &slot in &self.active {
             let request = Self::request(&mut self.requests, slot)?;
             let state = &mut self.states[slot];
@@ -468,8 +469,10 @@ impl<B: Backend> Speculator<B> {
         if let Some(request) = &mut self.requests[slot] {
             request.finished = true;
         }
-        self.states[slot].next_tokens.clear();
-        self.states[slot].table.clear();
+        let state = &mut self.states[slot];
+        state.next_tokens.clear();
+        state.first_is_written = false;
+        state.table.clear();
         self.backend.forget_features(&mut self.draft, slot);
     }
 }
@@ -477,3 +480,6 @@ impl<B: Backend> Speculator<B> {
 fn unknown(id: RequestId) -> Error {
     Error::misuse("request", "an admitted one", id.0)
 }
+
+#[cfg(test)]
+mod tests;

@@ -55,7 +55,7 @@ pub trait Backend: sealed::Sealed + Sized {
     fn forget_features(&self, draft: &mut Self::Draft, slot: usize);
 
     /// Runs the draft model for the requests in the slots `active`: extends the KV of each by the pairs that
-    /// wait, then fills its candidate pool level by level.
+    /// wait, then fills its candidate pool level by level. The last pair goes on waiting.
     ///
     /// # Errors
     /// *Fault* when the device fails.
@@ -87,10 +87,13 @@ pub struct DraftLimits {
 /// The draft side of one request. Slot `i` of a speculator and of its backend is the same request.
 #[derive(Debug)]
 pub struct DraftState {
-    /// Draft KV: one row for each pair of a target feature and the token after it.
+    /// Draft KV: one row for each pair of a target feature and the token after it, but for those that wait.
     pub(crate) table: PageTable,
-    /// The tokens after the features that wait. There may be one feature more than tokens.
+    /// The tokens after the features that wait. There may be one feature more than tokens. The last pair
+    /// that ran goes on waiting, so that a step can be drafted again.
     pub(crate) next_tokens: Vec<TokenId>,
+    /// Whether the first pair that waits has run already: its KV row is written, after the table's rows.
+    pub(crate) first_is_written: bool,
     /// For this step.
     pub(crate) budget: DraftBudget,
     pub(crate) pool: CandidatePool,

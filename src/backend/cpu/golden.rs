@@ -64,6 +64,7 @@ fn state() -> DraftState {
     DraftState {
         table: pool.table(),
         next_tokens: Vec::new(),
+        first_is_written: false,
         budget: DraftBudget::NONE,
         pool: CandidatePool::default(),
     }

@@ -153,6 +153,11 @@ impl CpuHead {
     }
 
     #[cfg(test)]
+    pub(crate) fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+
+    #[cfg(test)]
     pub(super) fn feature_width(&self) -> usize {
         self.config.feature_width()
     }
@@ -193,7 +198,12 @@ impl CpuHead {
         frontier.clear();
         // Pairs of all requests as one sequence: (slot, which of its pairs).
         let states_ref = &*states;
-        let pairs_of = |slot: usize| (0..states_ref[slot].next_tokens.len()).map(move |i| (slot, i));
+        let pairs_of = |slot: usize| {
+            let DraftState { next_tokens, first_is_written, .. } = &states_ref[slot];
+            // A pair that has run before runs again only to start the tree.
+            let skipped = usize::from(*first_is_written && next_tokens.len() > 1);
+            (skipped..next_tokens.len()).map(move |i| (slot, i))
+        };
         let mut rest = active.iter().flat_map(|&slot| pairs_of(slot));
         loop {
             pairs.clear();
@@ -231,9 +241,11 @@ impl CpuHead {
         (work.frontier, work.pairs) = (frontier, pairs);
         for &slot in active {
             let state = &mut states[slot];
-            state.table.advance(state.next_tokens.len());
-            waiting[slot].drain(..state.next_tokens.len() * width);
-            state.next_tokens.clear();
+            let num_done = state.next_tokens.len().saturating_sub(1);
+            state.table.advance(num_done);
+            waiting[slot].drain(..num_done * width);
+            state.next_tokens.drain(..num_done);
+            state.first_is_written = !state.next_tokens.is_empty();
         }
         Ok(())
     }
@@ -310,7 +322,7 @@ impl CpuHead {
             let slot = rows[0].slot;
             let state = &mut states[slot];
             if level < state.budget.depth() {
-                let stable = state.table.len();
+                let stable = state.table.len() + 1; // with the last pair
                 state.pool.advance(state.budget.width());
                 for node in state.pool.frontier() {
                     frontier.rows.push(Row {

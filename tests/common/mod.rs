@@ -1,0 +1,4 @@
+//! What several tests share.
+#![allow(dead_code)] // each test crate uses its part
+
+pub mod toy;
