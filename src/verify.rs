@@ -76,7 +76,7 @@ impl VerifyBatch {
     ) -> Result<()> {
         let root_position = committed_len
             .checked_sub(1)
-            .filter(|position| position + DraftTree::MAX_NODES <= u32::MAX as usize)
+            .filter(|position| *position <= u32::MAX as usize - DraftTree::MAX_NODES)
             .ok_or_else(|| Error::misuse("committed length", "1..=2^32 - 257", committed_len))?;
         if self.len == self.entries.len() {
             self.entries.push(BatchEntry {

@@ -206,3 +206,116 @@ impl CandidatePool {
         self.order.sort_unstable_by(better);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A pretend draft model: log-probabilities of 12 tokens after a path, coarse so that they tie.
+    fn children(path: &[TokenId], width: usize, seed: u64) -> Vec<(TokenId, f32)> {
+        let hash = path.iter().fold(seed, |hash, token| {
+            (hash ^ u64::from(token.0 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
+        });
+        let log_prob = |token: u32| f32::from((hash >> (5 * token)) as u8 % 4) / -2.0;
+        let mut all: Vec<_> = (0..12).map(|token| (TokenId(token), log_prob(token).min(0.0))).collect();
+        all.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        all.truncate(width);
+        all
+    }
+
+    fn path_of(pool: &CandidatePool, mut candidate: usize) -> Vec<TokenId> {
+        let mut path = Vec::new();
+        while candidate != 0 {
+            path.push(pool.token(candidate));
+            candidate = pool.candidates[candidate].parent;
+        }
+        path.reverse();
+        path
+    }
+
+    fn draft(budget: DraftBudget, seed: u64) -> (CandidatePool, DraftTree, Vec<f32>) {
+        let mut pool = CandidatePool::default();
+        pool.restart(TokenId(77));
+        for level in 0..budget.depth() {
+            if level > 0 {
+                pool.advance(budget.width());
+            }
+            for rank in 0..pool.frontier().len() {
+                let path = path_of(&pool, pool.frontier()[rank].candidate);
+                pool.expand(rank, children(&path, budget.width(), seed).into_iter());
+            }
+        }
+        let (mut tree, mut confidences) = (DraftTree::new(TokenId(0)), Vec::new());
+        pool.select(budget.nodes(), &mut tree, &mut confidences).unwrap();
+        (pool, tree, confidences)
+    }
+
+    proptest! {
+        /// The rule, written the slow way: sort everything.
+        #[test]
+        fn trees_follow_the_rule(width in 1usize..9, depth in 0usize..6, nodes in 1usize..70, seed in any::<u64>()) {
+            let budget = DraftBudget::new(width, depth, nodes).unwrap();
+            let (pool, tree, confidences) = draft(budget, seed);
+            let mut all: Vec<(Vec<TokenId>, f32)> = vec![(vec![], 0.0)];
+            let mut level: Vec<usize> = vec![0];
+            for _ in 0..budget.depth() {
+                let start = all.len();
+                for &parent in &level {
+                    let (path, score) = all[parent].clone();
+                    for (token, log_prob) in children(&path, width, seed) {
+                        all.push(([&path[..], &[token]].concat(), score + log_prob));
+                    }
+                }
+                level = (start..all.len()).collect();
+                level.sort_by(|a, b| all[*b].1.total_cmp(&all[*a].1).then(a.cmp(b)));
+                level.truncate(width);
+            }
+            prop_assert_eq!(pool.candidates.len(), all.len());
+            let mut best: Vec<usize> = (1..all.len()).collect();
+            best.sort_by(|a, b| all[*b].1.total_cmp(&all[*a].1).then(a.cmp(b)));
+            best.truncate(nodes - 1);
+            best.sort_unstable();
+            prop_assert_eq!(tree.num_drafts(), best.len());
+            prop_assert_eq!(confidences.len(), tree.len());
+            for (node, candidate) in tree.nodes().skip(1).zip(best) {
+                let (path, score) = &all[candidate];
+                let mut tokens: Vec<TokenId> = tree.ancestors(node).iter().map(|i| tree.tokens()[i]).collect();
+                tokens.remove(0);
+                prop_assert_eq!(&tokens, path);
+                prop_assert_eq!(confidences[node.index()], score.exp());
+            }
+        }
+
+        /// A tree of width 1 is the greedy chain, by the same code.
+        #[test]
+        fn width_one_is_the_chain(num_drafts in 0usize..20, seed in any::<u64>()) {
+            let (_, tree, _) = draft(DraftBudget::chain(num_drafts).unwrap(), seed);
+            let mut path = Vec::new();
+            for _ in 0..num_drafts {
+                path.push(children(&path, 1, seed)[0].0);
+            }
+            prop_assert_eq!(&tree.tokens()[1..], &path[..]);
+            let chain: Vec<_> = path.iter().copied().enumerate().collect();
+            prop_assert_eq!(DraftTree::from_drafts(TokenId(77), &chain).unwrap(), tree);
+        }
+    }
+
+    /// A child of probability 1 ties with its parent; the parent must still come with it.
+    #[test]
+    fn ties_with_the_parent_keep_the_set_closed() {
+        let mut pool = CandidatePool::default();
+        pool.restart(TokenId(0));
+        pool.expand(0, [(TokenId(1), -1.0), (TokenId(2), -1.0)].into_iter());
+        pool.advance(2);
+        pool.expand(0, [(TokenId(3), 0.0), (TokenId(4), f32::NEG_INFINITY)].into_iter());
+        pool.expand(1, [(TokenId(5), 0.0)].into_iter());
+        let (mut tree, mut confidences) = (DraftTree::new(TokenId(0)), Vec::new());
+        for (nodes, tokens) in [(2, &[0, 1][..]), (3, &[0, 1, 2]), (4, &[0, 1, 2, 3]), (9, &[0, 1, 2, 3, 5])] {
+            pool.select(nodes, &mut tree, &mut confidences).unwrap();
+            assert_eq!(tree.tokens().iter().map(|t| t.0).collect::<Vec<_>>(), tokens);
+        }
+        assert_eq!(tree.depth(tree.node(4).unwrap()), 2);
+    }
+}
