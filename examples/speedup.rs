@@ -196,7 +196,9 @@ fn differences(
         let Some(place) = first_difference(&plain.outputs[i], &run.outputs[i]) else { continue };
         let gaps = serve::top_two_gaps(target, prompt, &plain.outputs[i])?;
         let gap = gaps.get(place).copied().unwrap_or(f32::INFINITY);
-        println!("{mode}: prompt {i} differs from plain decoding at token {place}, where plain's gap is {gap:e}");
+        println!(
+            "{mode}: prompt {i} differs from plain decoding at token {place}, where plain's gap is {gap:e}"
+        );
         *(if gap < NEAR_TIE { &mut near_ties } else { &mut different }) += 1;
     }
     Ok((near_ties, different))

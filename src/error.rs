@@ -75,12 +75,7 @@ impl Error {
         Self::new(ErrorKind::Fault, subject.into(), wanted, seen)
     }
 
-    fn new(
-        kind: ErrorKind,
-        subject: Cow<'static, str>,
-        wanted: impl Display,
-        seen: impl Display,
-    ) -> Self {
+    fn new(kind: ErrorKind, subject: Cow<'static, str>, wanted: impl Display, seen: impl Display) -> Self {
         let (wanted, seen) = (wanted.to_string(), seen.to_string());
         Self(Box::new(Repr { kind, subject, wanted, seen }))
     }

@@ -206,9 +206,8 @@ impl<'a> CommitPlan<'a> {
     pub fn moves(&self) -> impl Iterator<Item = RowMove> + use<'a> {
         let prefix_len = self.prefix_len;
         let placed = self.path.iter().enumerate();
-        placed.filter(|(place, node)| node.index() != *place).map(move |(place, node)| RowMove {
-            from: prefix_len + node.index(),
-            to: prefix_len + place,
-        })
+        placed
+            .filter(|(place, node)| node.index() != *place)
+            .map(move |(place, node)| RowMove { from: prefix_len + node.index(), to: prefix_len + place })
     }
 }

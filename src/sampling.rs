@@ -11,8 +11,9 @@ use crate::tree::TokenId;
 ///
 /// The high half holds the score's bits, mapped so that they compare as unsigned integers; the low half
 /// the token's complement. The maximum of keys is associative and commutative.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[derive(bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable,
+)]
 #[repr(transparent)]
 pub struct ChoiceKey(pub u64);
 

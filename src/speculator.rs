@@ -288,7 +288,11 @@ impl<B: Backend> Speculator<B> {
             let request = Self::request(&mut self.requests, slot)?;
             if request.prompt_len.is_none() || request.finished {
                 let state = if request.finished { "has finished" } else { "has not begun" };
-                return Err(Error::misuse("request", "one that emits tokens", format_args!("{} {state}", id.0)));
+                return Err(Error::misuse(
+                    "request",
+                    "one that emits tokens",
+                    format_args!("{} {state}", id.0),
+                ));
             }
             if std::mem::replace(&mut request.named_step, step) == step {
                 return Err(Error::misuse("requests", "distinct ids", format_args!("{} twice", id.0)));
@@ -354,9 +358,10 @@ impl<B: Backend> Speculator<B> {
         self.active.clear();
         for entry in batch.entries() {
             // A slot's request is the entry's, unless that one is gone and its id was taken anew.
-            let slot = self.slots.get(&entry.request()).copied().filter(|&slot| {
-                self.requests[slot].as_ref().is_some_and(|r| r.admitted_step < batch.step())
-            });
+            let slot =
+                self.slots.get(&entry.request()).copied().filter(|&slot| {
+                    self.requests[slot].as_ref().is_some_and(|r| r.admitted_step < batch.step())
+                });
             let Some(slot) = slot else {
                 self.active.push(usize::MAX);
                 continue;
@@ -364,7 +369,9 @@ impl<B: Backend> Speculator<B> {
             let proposed = self.requests[slot].as_ref().and_then(|request| request.proposed_step);
             if proposed != Some(batch.step()) {
                 let wanted = match proposed {
-                    Some(step) => format!("the one of step {step}, the last proposal for request {}", entry.request().0),
+                    Some(step) => {
+                        format!("the one of step {step}, the last proposal for request {}", entry.request().0)
+                    }
                     None => format!("an open proposal for request {}", entry.request().0),
                 };
                 return Err(Error::misuse("batch", wanted, format_args!("step {}", batch.step())));

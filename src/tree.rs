@@ -3,8 +3,9 @@
 use crate::error::{Error, Result};
 
 /// A token of the *target's* vocabulary.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[derive(bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable,
+)]
 #[repr(transparent)]
 pub struct TokenId(pub u32);
 
@@ -224,9 +225,7 @@ impl DraftTree {
 
     /// The child that carries `token`, and its rank among its siblings (0 is the drafter's favourite).
     pub fn child_with(&self, node: NodeId, token: TokenId) -> Option<(NodeId, usize)> {
-        self.children(node)
-            .zip(0..)
-            .find(|&(child, _)| self.token(child) == token)
+        self.children(node).zip(0..).find(|&(child, _)| self.token(child) == token)
     }
 
     /// Appends the dense mask `[nodes, prefix + nodes]`, row-major: may this node attend to that key?
@@ -246,9 +245,11 @@ impl DraftTree {
         out.reserve(self.len() * (prefix + self.len()));
         for row in &self.ancestors {
             out.extend(std::iter::repeat_n(0.0, prefix));
-            out.extend((0..self.len()).map(|column| {
-                if row.contains(column) { 0.0 } else { f32::NEG_INFINITY }
-            }));
+            out.extend((0..self.len()).map(
+                |column| {
+                    if row.contains(column) { 0.0 } else { f32::NEG_INFINITY }
+                },
+            ));
         }
     }
 

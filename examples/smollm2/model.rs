@@ -6,9 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
 use eagle_verify::backend::cpu::{AttentionRow, Cpu, Embedding, KvCache, KvShape, PackedLinear, Rope};
-use eagle_verify::{
-    NodeSet, PagePool, PageTable, RmsNorm, TargetShape, TokenId, VerifyBatch,
-};
+use eagle_verify::{NodeSet, PagePool, PageTable, RmsNorm, TargetShape, TokenId, VerifyBatch};
 
 use super::ops;
 use super::tokenizer::Tokenizer;
@@ -262,7 +260,9 @@ impl Attention {
         Ok(ops::map_rows(normed, "tree-attention", query_width, |normed, out| {
             projected.resize(pass.tokens.len() * width, 0.0);
             query_key_value.forward(cpu, normed, projected)?;
-            [&mut *queries, keys, values].map(|buffer| buffer.clear());
+            for buffer in [&mut *queries, keys, values] {
+                buffer.clear();
+            }
             for (row, &position) in projected.chunks_exact_mut(width).zip(&pass.positions) {
                 let (query, key_value) = row.split_at_mut(query_width);
                 let (key, value) = key_value.split_at_mut((width - query_width) / 2);

@@ -47,9 +47,7 @@ pub fn map_rows(
 pub fn with_slice<R>(x: &Tensor, use_slice: impl FnOnce(&[f32]) -> R) -> Result<R> {
     let (storage, layout) = x.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
-        (Storage::Cpu(storage), Some((start, end))) => {
-            Ok(use_slice(&storage.as_slice::<f32>()?[start..end]))
-        }
+        (Storage::Cpu(storage), Some((start, end))) => Ok(use_slice(&storage.as_slice::<f32>()?[start..end])),
         _ => candle_core::bail!("the tensor has to be contiguous and on the CPU"),
     }
 }

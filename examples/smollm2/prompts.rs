@@ -96,7 +96,8 @@ pub fn from_file(path: &Path) -> Result<Vec<String>> {
                 Some(value.get("prompt").or(value.get("turns")?.get(0))?.as_str()?.to_owned())
             };
             let lines = lines.enumerate();
-            let parse = |(i, line)| prompt(line).with_context(|| format!("{}:{}: no prompt", path.display(), i + 1));
+            let parse =
+                |(i, line)| prompt(line).with_context(|| format!("{}:{}: no prompt", path.display(), i + 1));
             lines.map(parse).collect::<Result<_>>()?
         }
     };

@@ -76,7 +76,15 @@ impl Report {
         );
         println!(
             "{:<22} {:>7} {:>6} {:>10} {:>25} {:>9} {:>8} {:>8}  {}",
-            "mode", "tok/s", "ratio", "acceptance", "rate at depth 1, 2, ...", "verify ms", "draft ms", "other ms", "identical text"
+            "mode",
+            "tok/s",
+            "ratio",
+            "acceptance",
+            "rate at depth 1, 2, ...",
+            "verify ms",
+            "draft ms",
+            "other ms",
+            "identical text"
         );
         for mode in &self.modes {
             let rates: Vec<String> = mode.rate_at_depth.iter().map(|rate| format!("{rate:.2}")).collect();
@@ -119,12 +127,15 @@ impl Report {
                 .y_label_area_size(48)
                 .build_cartesian_2d((0..self.modes.len()).into_segmented(), 0.0..most * 1.15)?;
             let name = |x: &SegmentValue<usize>| match x {
-                SegmentValue::CenterOf(i) => self.modes.get(*i).map_or(String::new(), |mode| mode.mode.clone()),
+                SegmentValue::CenterOf(i) => {
+                    self.modes.get(*i).map_or(String::new(), |mode| mode.mode.clone())
+                }
                 _ => String::new(),
             };
             chart.configure_mesh().disable_x_mesh().x_label_formatter(&name).y_desc("tokens/s").draw()?;
             chart.draw_series(self.modes.iter().enumerate().map(|(i, mode)| {
-                let corners = [(SegmentValue::Exact(i), 0.0), (SegmentValue::Exact(i + 1), mode.tokens_per_s)];
+                let corners =
+                    [(SegmentValue::Exact(i), 0.0), (SegmentValue::Exact(i + 1), mode.tokens_per_s)];
                 let mut bar = Rectangle::new(corners, RGBColor(60, 110, 180).filled());
                 bar.set_margin(0, 0, 24, 24);
                 bar

@@ -154,7 +154,8 @@ pub fn speculative(
         run.draft_time += speculator.times().draft - drafted;
 
         let entries = verify_batch.entries().iter();
-        let leases = active.iter_mut().zip(entries).map(|(r, entry)| Ok(r.table.lease(entry.tree().len())?));
+        let leases =
+            active.iter_mut().zip(entries).map(|(r, entry)| Ok(r.table.lease(entry.tree().len())?));
         let leases = leases.collect::<Result<Vec<_>>>()?;
         let pass = Pass::verify(&verify_batch, leases.iter().map(|lease| lease.table()));
         let target_started = Instant::now();
@@ -212,7 +213,7 @@ pub fn top_two_gaps(target: &mut Target, prompt: &[TokenId], output: &[TokenId])
 }
 
 /// The largest logit's token, the lowest id at ties.
-fn argmax(logits: &[f32]) -> TokenId {
+pub fn argmax(logits: &[f32]) -> TokenId {
     let mut best = 0;
     for (token, logit) in logits.iter().enumerate() {
         if *logit > logits[best] {

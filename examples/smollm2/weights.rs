@@ -99,7 +99,13 @@ impl Gguf {
     ///
     /// llama.cpp stores the rows of a head so that rotary pairs are neighbours: row `2 i + j` holds what
     /// is row `i + j * head_dim / 2` in the published model.
-    pub fn rotary_matrix(&mut self, name: &str, rows: usize, columns: usize, head_dim: usize) -> Result<Vec<f32>> {
+    pub fn rotary_matrix(
+        &mut self,
+        name: &str,
+        rows: usize,
+        columns: usize,
+        head_dim: usize,
+    ) -> Result<Vec<f32>> {
         let stored = self.matrix(name, rows, columns)?;
         let mut matrix = Vec::with_capacity(stored.len());
         for head in stored.chunks_exact(head_dim * columns) {

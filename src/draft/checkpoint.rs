@@ -186,7 +186,8 @@ impl Eagle3Checkpoint {
             .map_err(|e| Error::fault("config.json", "the configuration of an EAGLE-3 head", e))?;
         let config = Eagle3Config::checked(raw, target)?;
         let mut tensors = Tensors::parse(tensors)?;
-        let Eagle3Config { hidden, intermediate, num_heads, num_kv_heads, head_dim, draft_vocab, .. } = config;
+        let Eagle3Config { hidden, intermediate, num_heads, num_kv_heads, head_dim, draft_vocab, .. } =
+            config;
         let (query_width, kv_width) = (num_heads * head_dim, num_kv_heads * head_dim);
         let vocab = tensors.vocab(draft_vocab, target.vocab)?;
         let embedding = match tensors.has("embed_tokens.weight") {
@@ -268,7 +269,8 @@ impl Eagle3Config {
 
         let ids = eagle.and_then(|section| section.eagle_aux_hidden_state_layer_ids);
         let key = "eagle_config.eagle_aux_hidden_state_layer_ids";
-        let wanted = format!("ascending ids of layers below {}, whose outputs are the features", target.num_layers);
+        let wanted =
+            format!("ascending ids of layers below {}, whose outputs are the features", target.num_layers);
         let ids = ids.ok_or_else(|| Error::fault(key, &wanted, "none"))?;
         let ascending = ids.windows(2).all(|pair| pair[0] < pair[1]);
         if !ascending || ids.last().is_none_or(|&last| last >= target.num_layers) {

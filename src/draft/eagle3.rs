@@ -162,7 +162,12 @@ impl CandidatePool {
     }
 
     /// Writes the best `nodes - 1` candidates below the root into `tree`, and each node's path probability.
-    pub(crate) fn select(&mut self, nodes: usize, tree: &mut DraftTree, confidences: &mut Vec<f32>) -> Result<()> {
+    pub(crate) fn select(
+        &mut self,
+        nodes: usize,
+        tree: &mut DraftTree,
+        confidences: &mut Vec<f32>,
+    ) -> Result<()> {
         tree.reset(self.candidates[0].token);
         confidences.clear();
         confidences.push(1.0);
@@ -312,7 +317,8 @@ mod tests {
         pool.expand(0, [(TokenId(3), 0.0), (TokenId(4), f32::NEG_INFINITY)].into_iter());
         pool.expand(1, [(TokenId(5), 0.0)].into_iter());
         let (mut tree, mut confidences) = (DraftTree::new(TokenId(0)), Vec::new());
-        for (nodes, tokens) in [(2, &[0, 1][..]), (3, &[0, 1, 2]), (4, &[0, 1, 2, 3]), (9, &[0, 1, 2, 3, 5])] {
+        for (nodes, tokens) in [(2, &[0, 1][..]), (3, &[0, 1, 2]), (4, &[0, 1, 2, 3]), (9, &[0, 1, 2, 3, 5])]
+        {
             pool.select(nodes, &mut tree, &mut confidences).unwrap();
             assert_eq!(tree.tokens().iter().map(|t| t.0).collect::<Vec<_>>(), tokens);
         }

@@ -4,5 +4,5 @@ mod checkpoint;
 mod eagle3;
 
 pub use checkpoint::{DraftVocab, Eagle3Checkpoint, Eagle3Config, Matrix, TargetShape, Weights};
-pub use eagle3::DraftBudget;
 pub(crate) use eagle3::CandidatePool;
+pub use eagle3::DraftBudget;

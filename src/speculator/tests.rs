@@ -25,7 +25,13 @@ fn options(max_new_tokens: usize, budget: DraftBudget) -> RequestOptions {
     RequestOptions { stop_tokens: Vec::new(), max_new_tokens, budget }
 }
 
-fn admit(s: &mut Speculator<Cpu>, id: u64, prompt: &[TokenId], chunk: usize, options: RequestOptions) -> FirstToken {
+fn admit(
+    s: &mut Speculator<Cpu>,
+    id: u64,
+    prompt: &[TokenId],
+    chunk: usize,
+    options: RequestOptions,
+) -> FirstToken {
     let id = RequestId(id);
     s.admit(id, options).unwrap();
     let mut start = 0;
@@ -222,7 +228,10 @@ fn a_batch_is_its_requests_alone() {
             let mut single = VerifyBatch::new();
             let other = &step(&mut alone, &[*id], &mut single)[0];
             let single = &single.entries()[0];
-            assert_eq!((entry.tree(), bits(entry.confidences())), (single.tree(), bits(single.confidences())));
+            assert_eq!(
+                (entry.tree(), bits(entry.confidences())),
+                (single.tree(), bits(single.confidences()))
+            );
             assert_eq!((&verdict.path, &verdict.emitted), (&other.path, &other.emitted));
         }
     }

@@ -135,7 +135,9 @@ pub fn head_files(seed: u64) -> HeadFiles {
     add("midlayer.mlp.up_proj.weight", &[96, 64], 0.0);
     add("midlayer.mlp.down_proj.weight", &[64, 96], 0.0);
     add("lm_head.weight", &[DRAFT_VOCAB, 64], 0.0);
-    for name in ["midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"] {
+    for name in
+        ["midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"]
+    {
         add(&format!("{name}.weight"), &[64], 1.0);
     }
     // Draft tokens 0..8 are target tokens 0, 1, 3, 4, 6, 7, 9, 10.

@@ -271,11 +271,11 @@ struct Head {
 /// What a thread reuses from task to task.
 #[derive(Default)]
 struct Scratch {
-    queries: Vec<f32>,   // [vectors, head_dim]
-    weights: Vec<f32>,   // [vectors, stride]: scores, then softmax weights, by visible key
-    sums: Vec<f32>,      // [vectors]
-    gathered: Vec<f32>,  // [nodes, 32]: values of a row's nodes
-    acc: Vec<Lanes>,     // [vectors]
+    queries: Vec<f32>,  // [vectors, head_dim]
+    weights: Vec<f32>,  // [vectors, stride]: scores, then softmax weights, by visible key
+    sums: Vec<f32>,     // [vectors]
+    gathered: Vec<f32>, // [nodes, 32]: values of a row's nodes
+    acc: Vec<Lanes>,    // [vectors]
 }
 
 thread_local! {
@@ -395,10 +395,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::DraftTree;
     use crate::kv::PagePool;
     use crate::tree::{NodeId, TokenId};
     use crate::verify::{OutputLimits, RequestId, Verdict, VerifyBatch};
-    use crate::DraftTree;
 
     const SHAPE: KvShape = KvShape { num_layers: 2, num_kv_heads: 2, head_dim: 64 };
     const WIDTH: usize = 128; // keys in a row
@@ -450,12 +450,14 @@ mod tests {
         for head in 0..HEADS {
             let kv = head / 3 * 64..head / 3 * 64 + 64;
             let query = &rows[76][2][head * 64..][..64];
-            let dot = |key: &[f32]| query.iter().zip(key).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+            let dot =
+                |key: &[f32]| query.iter().zip(key).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
             let scores = rows.iter().map(|row| (dot(&row[0][kv.clone()]) * f64::from(SCALE)).exp());
             let scores: Vec<f64> = scores.collect();
             let sum: f64 = scores.iter().sum();
             for d in 0..64 {
-                let want: f64 = rows.iter().zip(&scores).map(|(row, s)| s * f64::from(row[1][kv.start + d])).sum();
+                let want: f64 =
+                    rows.iter().zip(&scores).map(|(row, s)| s * f64::from(row[1][kv.start + d])).sum();
                 let seen = f64::from(f32::from_bits(got[head * 64 + d]));
                 assert!((seen - want / sum).abs() < 1e-6, "{seen} {}", want / sum);
             }
@@ -564,7 +566,10 @@ mod tests {
         assert!(out.iter().all(|x| *x == 0.0));
         cache.attend(&cpu, 0, SCALE, &query, &[seen(1, none)], &mut out).unwrap();
         assert_eq!(out[0], 1.0);
-        let path = [NodeId::ROOT, DraftTree::from_drafts(TokenId(0), &[(0, TokenId(1)), (0, TokenId(2))]).unwrap().node(2).unwrap()];
+        let path = [
+            NodeId::ROOT,
+            DraftTree::from_drafts(TokenId(0), &[(0, TokenId(1)), (0, TokenId(2))]).unwrap().node(2).unwrap(),
+        ];
         assert!(cache.commit(&table, CommitPlan::new(31, &path)).is_err(), "no page for row 33");
     }
 }

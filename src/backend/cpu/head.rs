@@ -108,8 +108,7 @@ impl CpuHead {
             let seen = format!("[{}, {}]", embedding.vocab(), embedding.hidden());
             return Err(Error::misuse("embedding table", wanted, seen));
         }
-        let shape =
-            KvShape { num_layers: 1, num_kv_heads: config.num_kv_heads, head_dim: config.head_dim };
+        let shape = KvShape { num_layers: 1, num_kv_heads: config.num_kv_heads, head_dim: config.head_dim };
         let num_positions = limits.max_len + DraftTree::MAX_NODES;
         Ok(Self {
             vocab: checkpoint.vocab.clone(),
@@ -136,12 +135,7 @@ impl CpuHead {
         })
     }
 
-    pub(super) fn keep_features(
-        &mut self,
-        slot: usize,
-        features: &[f32],
-        rows: impl Iterator<Item = usize>,
-    ) {
+    pub(super) fn keep_features(&mut self, slot: usize, features: &[f32], rows: impl Iterator<Item = usize>) {
         let width = self.config.feature_width();
         for row in rows {
             self.waiting[slot].extend_from_slice(&features[row * width..][..width]);
@@ -303,9 +297,10 @@ impl CpuHead {
                     continue; // no drafts here: the target will say what is wrong with its features
                 }
                 top_k(logits, state.budget.width(), &mut work.best);
-                let children = work.best.iter().map(|&(draft, logit)| {
-                    (vocab.tokens()[draft as usize], (logit - normaliser).min(0.0))
-                });
+                let children = work
+                    .best
+                    .iter()
+                    .map(|&(draft, logit)| (vocab.tokens()[draft as usize], (logit - normaliser).min(0.0)));
                 state.pool.expand(rank, children);
             }
         }

@@ -264,9 +264,8 @@ impl<'a> Parts<'a> {
         assert!(part < self.num_parts);
         // SAFETY: inside the borrowed slice by the assertion; no other task has this part, as the doc
         // comment asks of the callers in this crate.
-        let part = unsafe {
-            std::slice::from_raw_parts_mut(self.start.add(part * self.part_len), self.part_len)
-        };
+        let part =
+            unsafe { std::slice::from_raw_parts_mut(self.start.add(part * self.part_len), self.part_len) };
         use_part(part)
     }
 }

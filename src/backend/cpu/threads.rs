@@ -19,6 +19,9 @@ use crate::error::{Error, Result};
 /// short enough that an idle engine uses no processor.
 const SPIN: Duration = Duration::from_millis(1);
 
+/// How long a spinning thread keeps its processor to itself.
+const POLITE: Duration = Duration::from_micros(100);
+
 /// The caller and `num_threads - 1` members.
 #[derive(Debug)]
 pub(super) struct Team {
@@ -76,7 +79,8 @@ impl Share {
                 return None;
             }
             let (task, first, end) = pick(first, end);
-            match self.0.compare_exchange_weak(seen, first << 32 | end, Ordering::Relaxed, Ordering::Relaxed) {
+            match self.0.compare_exchange_weak(seen, first << 32 | end, Ordering::Relaxed, Ordering::Relaxed)
+            {
                 Ok(_) => return Some(task as usize),
                 Err(now) => seen = now,
             }
@@ -151,12 +155,7 @@ impl Team {
             shared.wake.notify_all();
         }
         let own = panic::catch_unwind(AssertUnwindSafe(|| shared.take_tasks(0, action)));
-        let mut spins = 0u32;
-        while shared.num_busy.load(Ordering::Acquire) > 0 {
-            spins += 1;
-            // A member that waits for a processor may need ours.
-            if spins % 4096 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
-        }
+        spin_until(Duration::MAX, || shared.num_busy.load(Ordering::Acquire) == 0);
         drop(turn);
         let theirs = shared.panicked.swap(false, Ordering::Relaxed);
         if let Err(payload) = own {
@@ -204,14 +203,8 @@ impl Shared {
     }
 
     fn wait_for_change(&self, seen: u64) {
-        let started = Instant::now();
-        while started.elapsed() < SPIN {
-            for _ in 0..64 {
-                if self.generation.load(Ordering::Relaxed) != seen {
-                    return;
-                }
-                std::hint::spin_loop();
-            }
+        if spin_until(SPIN, || self.generation.load(Ordering::Relaxed) != seen) {
+            return;
         }
         self.num_sleeping.fetch_add(1, Ordering::SeqCst);
         let mut guard = self.sleep.lock().unwrap_or_else(PoisonError::into_inner);
@@ -220,6 +213,27 @@ impl Shared {
         }
         drop(guard);
         self.num_sleeping.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Waits without sleeping until `is_over`, for `limit` at most. Says whether it is over.
+fn spin_until(limit: Duration, is_over: impl Fn() -> bool) -> bool {
+    let started = Instant::now();
+    loop {
+        for _ in 0..32 {
+            if is_over() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        let waited = started.elapsed();
+        if waited > limit {
+            return false;
+        }
+        // Later than any gap inside a pass: perhaps somebody waits for this very processor.
+        if waited > POLITE {
+            std::thread::yield_now();
+        }
     }
 }
 

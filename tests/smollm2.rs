@@ -1,0 +1,193 @@
+//! The reference engine on the real model: golden vectors, exact text, and files that are not what they
+//! should be. What needs the model is skipped, loudly, until `cargo run --release --example speedup` has
+//! put it into the cache; nothing here downloads.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use eagle_verify::backend::cpu::Cpu;
+use eagle_verify::{
+    DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, Speculator, SpeculatorConfig, TokenId, VerifyBatch,
+};
+use safetensors::tensor::SafeTensors;
+
+#[allow(dead_code)] // the example uses the rest
+#[path = "../examples/smollm2/mod.rs"]
+mod smollm2;
+use smollm2::model::{Pass, Target};
+use smollm2::{fetch, prompts, serve};
+
+const MAX_LEN: usize = 512;
+
+/// The model's path, and the right to keep all cores busy with it.
+fn model() -> Option<(PathBuf, MutexGuard<'static, ()>)> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let Some(path) = fetch::cached().ok().filter(|path| path.is_file()) else {
+        eprintln!("SKIPPED: the model is not in the cache; run the example `speedup` once");
+        return None;
+    };
+    Some((path, TURN.lock().unwrap_or_else(PoisonError::into_inner)))
+}
+
+fn target(path: &Path) -> Target {
+    let mut target = Target::load(path, &Cpu::new().unwrap(), 4, MAX_LEN).unwrap();
+    target.capture(&[1, 14, 26]);
+    target
+}
+
+fn speculator(target: &Target) -> Speculator<Cpu> {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/assets/smollm2-135m-eagle3");
+    let head = Eagle3Checkpoint::load(assets, target.target_shape()).unwrap();
+    let config = SpeculatorConfig { max_requests: 4, max_len: MAX_LEN };
+    Speculator::new(target.cpu.clone(), &head, Some(target.embedding()), config).unwrap()
+}
+
+struct Golden(Vec<u8>);
+
+impl Golden {
+    fn read(i: usize) -> Self {
+        let name = format!("tests/golden/golden_{i}.safetensors");
+        Self(std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap())
+    }
+
+    fn data(&self, name: &str) -> Option<Vec<u8>> {
+        Some(SafeTensors::deserialize(&self.0).unwrap().tensor(name).ok()?.data().to_vec())
+    }
+
+    fn floats(&self, name: &str) -> Vec<f32> {
+        self.data(name).unwrap().chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    fn tokens(&self, name: &str) -> Vec<TokenId> {
+        let ints = self.data(name).unwrap();
+        ints.chunks(8).map(|b| TokenId(i64::from_le_bytes(b.try_into().unwrap()) as u32)).collect()
+    }
+
+    fn prompt(&self) -> String {
+        let (_, header) = SafeTensors::read_metadata(&self.0).unwrap();
+        header.metadata().as_ref().unwrap()["prompt"].clone()
+    }
+}
+
+/// Within 1e-3 of the row's size.
+fn assert_close(what: &str, got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (got, want) in got.chunks(576).zip(want.chunks(576)) {
+        let size = want.iter().fold(0.0f32, |size, x| size.max(x.abs()));
+        for (got, want) in got.iter().zip(want) {
+            assert!((got - want).abs() <= 1e-3 * size, "{what}: {got}, recorded {want}");
+        }
+    }
+}
+
+#[test]
+fn the_target_matches_the_golden_vectors() {
+    let Some((path, _turn)) = model() else { return };
+    let mut target = target(&path);
+    for i in 0..3 {
+        let golden = Golden::read(i);
+        let prompt = target.tokenizer.chat(&golden.prompt()).unwrap();
+        assert_eq!(prompt, golden.tokens("prompt_ids"), "the tokenizer");
+        let mut table = target.new_table();
+        let lease = table.lease(prompt.len()).unwrap();
+        let answer = target.forward(&Pass::prompt(lease.table(), 0, &prompt)).unwrap();
+        assert_close("prompt features", answer.features, &golden.floats("prompt_features"));
+        lease.commit(prompt.len()).unwrap();
+        for round in 0.. {
+            let of = |what: &str| format!("{what}.{round}");
+            if golden.data(&of("tree_tokens")).is_none() {
+                assert!(round >= 2, "golden {i} must not pass by comparing nothing");
+                break;
+            }
+            let tokens = golden.tokens(&of("tree_tokens"));
+            let parents = golden.tokens(&of("tree_parents")); // -1 for the root
+            let drafts: Vec<_> = (1..tokens.len()).map(|n| (parents[n].0 as usize, tokens[n])).collect();
+            let tree = DraftTree::from_drafts(tokens[0], &drafts).unwrap();
+            let mut batch = VerifyBatch::new();
+            batch.push(RequestId(0), table.len() + 1, &tree).unwrap();
+            let lease = table.lease(tree.len()).unwrap();
+            let answer = target.forward(&Pass::verify(&batch, std::iter::once(lease.table()))).unwrap();
+            assert_close(&of("tree_features"), answer.features, &golden.floats(&of("tree_features")));
+            let argmax: Vec<TokenId> = answer.logits.chunks(49_152).map(serve::argmax).collect();
+            assert_eq!(argmax, golden.tokens(&of("tree_argmax")), "golden {i}, round {round}");
+            let mut verdict = eagle_verify::Verdict::new();
+            let limits = eagle_verify::OutputLimits { stop_tokens: &[], num_remaining: 99 };
+            verdict.walk(&batch.entries()[0], limits, |node| Ok(argmax[node.index()]));
+            let path: Vec<TokenId> = verdict.path.iter().map(|n| TokenId(n.index() as u32)).collect();
+            assert_eq!(path, golden.tokens(&of("accepted_path")));
+            let plan = verdict.commit_plan();
+            target.cache().commit(lease.table(), plan).unwrap();
+            lease.commit(plan.num_kept_rows()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn whole_outputs_and_acceptance_match_the_golden_runs() {
+    let Some((path, _turn)) = model() else { return };
+    let mut target = target(&path);
+    let mut speculator = speculator(&target);
+    let budget = DraftBudget::new(8, 5, 32).unwrap();
+    for i in 0..3 {
+        let golden = Golden::read(i);
+        let (prompt, want) = (golden.tokens("prompt_ids"), golden.tokens("output_ids"));
+        let run = serve::speculative(&mut target, &mut speculator, &[prompt], 1, want.len(), budget).unwrap();
+        assert_eq!(run.outputs[0], want);
+        // The recorded run had no limit to cut its last step.
+        let recorded = golden.tokens("accepted_lengths").len() as u64;
+        assert_eq!(run.stats.num_verify_steps(), recorded);
+    }
+}
+
+#[test]
+fn text_is_plain_decodings_in_every_mode_and_batch() {
+    let Some((path, _turn)) = model() else { return };
+    let mut target = target(&path);
+    let mut speculator = speculator(&target);
+    // Two of each kind.
+    let texts = prompts::BUILT_IN.iter().enumerate().filter(|(i, _)| i % 7 < 2).map(|(_, (_, text))| text);
+    let prompts: Vec<_> = texts.map(|text| target.tokenizer.chat(text).unwrap()).collect();
+    let plain = serve::plain(&mut target, &prompts, 1, 24).unwrap();
+    assert_eq!(serve::plain(&mut target, &prompts, 3, 24).unwrap().outputs, plain.outputs);
+    let tree = |width, depth, nodes| DraftBudget::new(width, depth, nodes).unwrap();
+    for (batch, budget) in [
+        (1, tree(8, 4, 12)),
+        (1, DraftBudget::chain(3).unwrap()),
+        (4, DraftBudget::NONE),
+        (4, DraftBudget::chain(4).unwrap()),
+        (3, tree(8, 5, 32)),
+        (4, tree(4, 3, 8)),
+    ] {
+        let run = serve::speculative(&mut target, &mut speculator, &prompts, batch, 24, budget).unwrap();
+        assert_eq!(run.outputs, plain.outputs, "batch {batch}, {budget:?}");
+        assert!(budget == DraftBudget::NONE || run.stats.acceptance_length().unwrap() > 1.3);
+    }
+}
+
+#[test]
+fn files_that_are_not_the_model_are_named() {
+    let folder = std::env::temp_dir().join(format!("eagle-verify-test-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let cpu = Cpu::with_threads(1).unwrap();
+    let refused =
+        |path: &Path| format!("{:#}", Target::load(path, &cpu, 1, 64).err().expect("it was accepted"));
+    assert!(refused(&folder.join("absent.gguf")).contains("cannot open the model"));
+    let file = folder.join("file.gguf");
+    for garbage in [&b""[..], b"GGUF", b"GGUF\x03\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff", &[7; 4096]] {
+        std::fs::write(&file, garbage).unwrap();
+        assert!(refused(&file).contains("is not a whole GGUF file"), "{}", refused(&file));
+    }
+    if let Some((path, _turn)) = model() {
+        let whole = std::fs::read(path).unwrap();
+        for len in [1 << 12, 1 << 20, whole.len() / 2, whole.len() - 1] {
+            std::fs::write(&file, &whole[..len]).unwrap();
+            let text = refused(&file);
+            assert!(text.contains("GGUF") || text.contains("tensor"), "{len}: {text}");
+        }
+        // Longer than the context.
+        std::fs::write(&file, &whole).unwrap();
+        let text = format!("{:#}", Target::load(&file, &cpu, 1, 8193).err().unwrap());
+        assert!(text.contains("context is 8192"), "{text}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
