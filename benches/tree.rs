@@ -73,7 +73,10 @@ fn host_work(criterion: &mut Criterion) {
             let (mut dense, mut additive, mut bits, mut words) = (vec![], vec![], vec![], vec![]);
             group.bench_function(id("masks"), |b| {
                 b.iter(|| {
-                    (dense.clear(), additive.clear(), bits.clear(), words.clear());
+                    dense.clear();
+                    additive.clear();
+                    bits.clear();
+                    words.clear();
                     for tree in black_box(&trees) {
                         tree.mask_dense(0, &mut dense);
                         tree.mask_additive(0, &mut additive);

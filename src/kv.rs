@@ -99,9 +99,11 @@ impl PageTable {
         let wanted = (self.len + num_rows).div_ceil(self.pool.page_size);
         let missing = wanted.saturating_sub(self.pages.len());
         let pages = &mut self.pages;
-        self.pool.with_free(|free| match free.len().checked_sub(missing) {
-            Some(rest) => Ok(pages.extend(free.drain(rest..).rev())),
-            None => Err(Error::fault("free KV pages", missing, free.len())),
+        self.pool.with_free(|free| {
+            let rest = free.len().checked_sub(missing);
+            let rest = rest.ok_or_else(|| Error::fault("free KV pages", missing, free.len()))?;
+            pages.extend(free.drain(rest..).rev());
+            Ok(())
         })
     }
 

@@ -1,6 +1,42 @@
-#![doc = "Speculative decoding with EAGLE-3 draft trees: see the README."]
+//! Drafting and lossless verification for speculative decoding: EAGLE-3 draft trees, verified in batches.
+//!
+//! A target model decodes one token per forward pass, and most of that pass is reading weights. Speculation
+//! lets a small head *draft* several continuations, as a tree, and has the target *verify* all nodes in one
+//! pass. This crate is everything around the target: it drafts, packs, walks, keeps the books, and says which
+//! KV rows to keep. The engine keeps its forward pass, its KV cache and its scheduler.
+//!
+//! # One step
+//!
+//! ```text
+//! propose(requests) ──▶ VerifyBatch ──▶ the engine's forward ──▶ logits, features
+//!      │ the head takes in what was accepted, then drafts level by level        │
+//! next step's root ◀── Verdict ◀── accept(batch, logits, features) ◀────────────┘
+//!                        └─ CommitPlan: the KV rows to keep, and where they go
+//! ```
+//!
+//! [`Speculator`] is that loop, over a [`Backend`]; so far there is [`backend::cpu::Cpu`]. Start with its
+//! documentation and the example `embed`. The pieces can be used alone: [`DraftTree`] with its masks in four
+//! layouts, [`VerifyBatch`], the walk ([`Verdict::walk`]), page and row accounting ([`PagePool`], [`Lease`],
+//! [`CommitPlan`]), and the CPU operations in [`backend::cpu`].
+//!
+//! # What is guaranteed
+//!
+//! * **The text is that of plain decoding**, for every tree, batch and history, given equal logits: at every
+//!   node the target's token is chosen by the ordinary rule, and a draft only decides whether that happened
+//!   in the same pass. The CPU operations make the logits equal too: a row's bits don't depend on the rows
+//!   beside it.
+//! * **Bad input is an [`Error`]** that names what was wanted and seen, and changes nothing. Broken logits end
+//!   the request they belong to, no other.
+//! * **Positions** of nodes are committed length - 1 + depth; the head's KV always holds what a fresh prompt
+//!   with the committed text would give, bit for bit.
+//!
+//! # Words
+//!
+//! The *root* is the last committed token, node 0 of every tree; it is not a draft. A *correct* draft is one
+//! that the target confirmed. The *bonus* token is the one that the target adds after the last correct draft.
+//! The *acceptance length* is the mean number of tokens emitted per verify step, bonus token included.
 #![deny(unsafe_code)]
-#![cfg_attr(not(test), warn(unreachable_pub))] // test fixtures are shared with other crates
+#![cfg_attr(not(test), warn(unreachable_pub, clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
 // The tests' fixtures name the crate as users do.
 #[cfg(test)]
@@ -26,3 +62,8 @@ pub use speculator::{FirstToken, Output, RequestOptions, Speculator, SpeculatorC
 pub use stats::AcceptStats;
 pub use tree::{DraftTree, NodeId, NodeSet, TokenId};
 pub use verify::{BatchEntry, FinishReason, OutputLimits, RequestId, Verdict, VerifyBatch};
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -75,7 +75,7 @@ impl Report {
             self.model, self.num_prompts, self.max_new_tokens, self.batch, self.threads
         );
         println!(
-            "{:<22} {:>7} {:>6} {:>10} {:>25} {:>9} {:>8} {:>8}  {}",
+            "{:<22} {:>7} {:>6} {:>10} {:>25} {:>9} {:>8} {:>8}  identical text",
             "mode",
             "tok/s",
             "ratio",
@@ -83,8 +83,7 @@ impl Report {
             "rate at depth 1, 2, ...",
             "verify ms",
             "draft ms",
-            "other ms",
-            "identical text"
+            "other ms"
         );
         for mode in &self.modes {
             let rates: Vec<String> = mode.rate_at_depth.iter().map(|rate| format!("{rate:.2}")).collect();

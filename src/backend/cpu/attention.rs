@@ -180,7 +180,7 @@ impl KvCache {
         }
         let query_width = queries.len() / rows.len().max(1);
         expect_len("attention queries", rows.len() * query_width, queries.len())?;
-        if query_width == 0 || query_width % self.width() != 0 {
+        if query_width == 0 || !query_width.is_multiple_of(self.width()) {
             let wanted = format!("a positive multiple of {} in each row", self.width());
             return Err(Error::misuse("attention queries", wanted, query_width));
         }

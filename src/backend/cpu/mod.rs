@@ -94,7 +94,7 @@ impl Embedding {
     }
 
     fn checked(len: usize, hidden: usize, table: Table) -> Result<Self> {
-        if hidden == 0 || len == 0 || len % hidden != 0 {
+        if hidden == 0 || len == 0 || !len.is_multiple_of(hidden) {
             let wanted = format!("a positive multiple of the hidden size {hidden}");
             return Err(Error::misuse("embedding table", wanted, len));
         }
