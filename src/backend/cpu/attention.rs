@@ -91,12 +91,14 @@ impl KvCache {
             return Err(Error::misuse("KV slot", wanted, slot));
         }
         let layer = layer * self.layer_len()..(layer + 1) * self.layer_len();
-        for (&slot, (keys, values)) in
-            slots.iter().zip(keys.chunks_exact(width).zip(values.chunks_exact(width)))
-        {
-            let page = &mut self.pages[slot / PANEL];
+        let mut first = 0;
+        // Runs of neighbours in a page, as the nodes of a tree are: each line of keys is touched once.
+        for run in slots.chunk_by(|a, b| a + 1 == *b && a / PANEL == b / PANEL) {
+            let page = &mut self.pages[run[0] / PANEL];
             page.resize(num_layers * layer.len(), 0.0);
-            put_row(&mut page[layer.clone()], slot % PANEL, keys, values);
+            let rows = first * width..(first + run.len()) * width;
+            put_rows(&mut page[layer.clone()], run[0] % PANEL, width, &keys[rows.clone()], &values[rows]);
+            first += run.len();
         }
         Ok(())
     }
@@ -141,7 +143,7 @@ impl KvCache {
             let layers = self.pages[to / PANEL].chunks_exact_mut(layer_len);
             for (layer, row) in layers.zip(row.chunks_exact(2 * width)) {
                 let (keys, values) = row.split_at(width);
-                put_row(layer, to % PANEL, keys, values);
+                put_rows(layer, to % PANEL, width, keys, values);
             }
         }
         self.scratch = row;
@@ -250,14 +252,19 @@ impl AttentionRow<'_> {
 /// Query vectors that one task takes through the keys together.
 const MAX_VECTORS: usize = 24;
 
-fn put_row(layer: &mut [f32], offset: usize, keys: &[f32], values: &[f32]) {
-    let (key_block, value_block) = layer.split_at_mut(keys.len() * PANEL);
-    for (column, key) in key_block.chunks_exact_mut(PANEL).zip(keys) {
-        column[offset] = *key;
+/// Writes neighbouring rows, `[rows, width]` of keys and of values, to one layer of a page.
+fn put_rows(layer: &mut [f32], offset: usize, width: usize, keys: &[f32], values: &[f32]) {
+    let (key_block, value_block) = layer.split_at_mut(width * PANEL);
+    for (i, column) in key_block.chunks_exact_mut(PANEL).enumerate() {
+        for (key, row) in column[offset..].iter_mut().zip(keys.chunks_exact(width)) {
+            *key = row[i];
+        }
     }
-    let panels = value_block.chunks_exact_mut(PANEL * PANEL);
-    for (panel, values) in panels.zip(values.chunks_exact(PANEL)) {
-        panel[offset * PANEL..][..PANEL].copy_from_slice(values);
+    for (r, row) in values.chunks_exact(width).enumerate() {
+        let panels = value_block.chunks_exact_mut(PANEL * PANEL);
+        for (panel, values) in panels.zip(row.chunks_exact(PANEL)) {
+            panel[(offset + r) * PANEL..][..PANEL].copy_from_slice(values);
+        }
     }
 }
 

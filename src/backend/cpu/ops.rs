@@ -1,6 +1,7 @@
 //! Element-wise and row-wise operations, vectorised by the compiler for each instruction set.
 //!
-//! Plain multiplications and additions only: the same bits from every version of a function.
+//! Only operations that IEEE 754 rounds exactly, fused multiply-add among them: the same bits from every
+//! version of a function.
 
 use multiversion::multiversion;
 
@@ -17,17 +18,17 @@ const LANES: usize = 32;
 fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     let clamped = if x > 88.0 { 88.0 } else { x };
-    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    let r = clamped - n * 0.693_359_4;
-    let r = r + n * 2.121_944_4e-4;
-    let p = 1.987_569_1e-4;
-    let p = p * r + 1.398_199_9e-3;
-    let p = p * r + 8.333_452e-3;
-    let p = p * r + 4.166_579_6e-2;
-    let p = p * r + 1.666_666_5e-1;
-    let p = p * r + 5e-1;
-    let y = p * r * r + r + 1.0;
+    let r = n.mul_add(-0.693_359_4, clamped);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let p = 1.987_569_1e-4f32;
+    let p = p.mul_add(r, 1.398_199_9e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 1.666_666_5e-1);
+    let p = p.mul_add(r, 5e-1);
+    let y = (p * r).mul_add(r, r) + 1.0;
     let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
     if x < -87.0 { 0.0 } else { y * power }
 }
