@@ -28,7 +28,7 @@ fn head() -> Result<Eagle3Checkpoint, Box<dyn Error>> {
     let config = r#"{
         "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64, "intermediate_size": 64,
         "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5,
-        "vocab_size": 64, "eagle_config": { "eagle_aux_hidden_state_layer_ids": [0] } }"#;
+        "rope_theta": 10000.0, "vocab_size": 64, "eagle_config": { "eagle_aux_hidden_state_layer_ids": [0] } }"#;
     type Element = fn(usize, usize) -> bool;
     let copy: Element = |row, column| row == column;
     let tensors: [(&str, usize, f32, Element); 13] = [

@@ -52,18 +52,19 @@ struct Options {
     /// Modes to compare with plain decoding
     #[arg(long, value_delimiter = ',', default_value = "chain,tree")]
     modes: Vec<Mode>,
-    /// Drafts of a chain
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    chain: usize,
-    /// Children of each node of a tree, and nodes of a level that get children
-    #[arg(long, value_name = "N", default_value_t = 8)]
-    width: usize,
-    /// Levels of a tree
-    #[arg(long, value_name = "N", default_value_t = 4)]
-    depth: usize,
-    /// Nodes of a tree to verify, its root included
-    #[arg(long, value_name = "N", default_value_t = 12)]
-    nodes: usize,
+    /// Drafts of a chain; without it, 3, or fewer if the batch would have more than 16 rows
+    #[arg(long, value_name = "N")]
+    chain: Option<usize>,
+    /// Nodes of a tree to verify, its root included; without it, what makes about 16 rows over the batch,
+    /// from 3 to 12
+    #[arg(long, value_name = "N")]
+    nodes: Option<usize>,
+    /// Children of each node of a tree, and nodes of a level that get children; without it, up to 8
+    #[arg(long, value_name = "N")]
+    width: Option<usize>,
+    /// Levels of a tree; without it, 2 to 4 as its nodes allow
+    #[arg(long, value_name = "N")]
+    depth: Option<usize>,
     /// Threads; without it, one for each core
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -85,25 +86,31 @@ enum Mode {
     Tree,
 }
 
+impl Options {
+    /// Names and budgets of the speculative modes. The defaults follow the cost curve of
+    /// `cargo bench --bench verify_cost`: up to some 16 rows, a row more costs less than it brings.
+    fn budgets(&self) -> Result<Vec<(String, DraftBudget)>> {
+        let share = 16 / self.batch; // rows for each request
+        let chain = self.chain.unwrap_or(share.saturating_sub(1).clamp(1, 3));
+        let nodes = self.nodes.unwrap_or(share.clamp(3, 12));
+        let width = self.width.unwrap_or(nodes.saturating_sub(1).clamp(1, 8));
+        let depth = self.depth.unwrap_or(nodes.div_ceil(2).clamp(2, 4));
+        let modes = self.modes.iter().filter(|mode| **mode != Mode::Plain);
+        let budget = |mode: &Mode| {
+            Ok(match mode {
+                Mode::Chain => (format!("chain {chain}"), DraftBudget::chain(chain)?),
+                _ => (format!("tree {nodes} ({width}x{depth})"), DraftBudget::new(width, depth, nodes)?),
+            })
+        };
+        modes.map(budget).collect()
+    }
+}
+
 fn main() -> Result<()> {
     let options = Options::parse();
     ensure!(options.batch > 0, "--batch must be at least 1");
     ensure!(options.max_new_tokens > 0, "--max-new-tokens must be at least 1");
-    let budgets: Vec<(String, DraftBudget)> = options
-        .modes
-        .iter()
-        .filter(|mode| **mode != Mode::Plain)
-        .map(|mode| {
-            Ok(match mode {
-                Mode::Chain => (format!("chain {}", options.chain), DraftBudget::chain(options.chain)?),
-                _ => (
-                    format!("tree {} ({}x{})", options.nodes, options.width, options.depth),
-                    DraftBudget::new(options.width, options.depth, options.nodes)?,
-                ),
-            })
-        })
-        .collect::<Result<_>>()?;
-
+    let budgets = options.budgets()?;
     let cpu = options.threads.map_or_else(Cpu::new, Cpu::with_threads)?;
     let path = fetch::model(options.model.as_deref())?;
     let max_len = options.max_prompt_tokens + options.max_new_tokens;

@@ -10,7 +10,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The call was wrong: fix the caller. Nothing was changed by it.
+    /// The call was wrong: fix the caller. It changed nothing, unless its documentation says otherwise.
     Misuse,
     /// The request is sensible, but this build, backend or checkpoint dialect cannot serve it.
     Unsupported,

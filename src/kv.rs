@@ -13,7 +13,24 @@ use crate::tree::NodeId;
 pub struct PagePool {
     page_size: usize,
     num_pages: usize,
-    free: Arc<Mutex<Vec<u32>>>,
+    free: Arc<Mutex<FreePages>>,
+}
+
+/// Pages that no table holds: those that came back, and all from `unused` on.
+#[derive(Debug)]
+struct FreePages {
+    returned: Vec<u32>,
+    unused: std::ops::Range<u32>,
+}
+
+impl FreePages {
+    fn len(&self) -> usize {
+        self.returned.len() + self.unused.len()
+    }
+
+    fn take(&mut self) -> Option<u32> {
+        self.returned.pop().or_else(|| self.unused.next())
+    }
 }
 
 impl PagePool {
@@ -27,8 +44,8 @@ impl PagePool {
         }
         let last = u32::try_from(num_pages).ok().filter(|pages| (1..=1 << 31).contains(pages));
         let last = last.ok_or_else(|| Error::misuse("number of pages", "1..=2^31", num_pages))?;
-        // Popped from the back, so page 0 is handed out first.
-        Ok(Self { page_size, num_pages, free: Arc::new(Mutex::new((0..last).rev().collect())) })
+        let free = FreePages { returned: Vec::new(), unused: 0..last };
+        Ok(Self { page_size, num_pages, free: Arc::new(Mutex::new(free)) })
     }
 
     /// Rows in a page.
@@ -51,7 +68,7 @@ impl PagePool {
         PageTable { pool: self.clone(), pages: Vec::new(), len: 0 }
     }
 
-    fn with_free<R>(&self, action: impl FnOnce(&mut Vec<u32>) -> R) -> R {
+    fn with_free<R>(&self, action: impl FnOnce(&mut FreePages) -> R) -> R {
         // The list is whole after every action, so a panic elsewhere leaves nothing to repair.
         action(&mut self.free.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -70,6 +87,11 @@ impl PageTable {
     #[allow(clippy::len_without_is_empty)] // a count of rows, not a collection
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Rows in a page.
+    pub fn page_size(&self) -> usize {
+        self.pool.page_size
     }
 
     /// The page ids, in row order; pages past the committed rows are reserved.
@@ -96,13 +118,14 @@ impl PageTable {
     }
 
     pub(crate) fn reserve(&mut self, num_rows: usize) -> Result<()> {
-        let wanted = (self.len + num_rows).div_ceil(self.pool.page_size);
+        let wanted = self.len.saturating_add(num_rows).div_ceil(self.pool.page_size);
         let missing = wanted.saturating_sub(self.pages.len());
         let pages = &mut self.pages;
         self.pool.with_free(|free| {
-            let rest = free.len().checked_sub(missing);
-            let rest = rest.ok_or_else(|| Error::fault("free KV pages", missing, free.len()))?;
-            pages.extend(free.drain(rest..).rev());
+            if free.len() < missing {
+                return Err(Error::fault("free KV pages", missing, free.len()));
+            }
+            pages.extend(std::iter::from_fn(|| free.take()).take(missing));
             Ok(())
         })
     }
@@ -117,11 +140,9 @@ impl PageTable {
     pub(crate) fn trim(&mut self) {
         let kept = self.len.div_ceil(self.pool.page_size);
         let spare = self.pages.drain(kept.min(self.pages.len())..).rev();
-        self.pool.with_free(|free| free.extend(spare));
+        self.pool.with_free(|free| free.returned.extend(spare));
     }
-}
 
-impl PageTable {
     /// Gives back all rows.
     pub(crate) fn clear(&mut self) {
         self.len = 0;
@@ -157,7 +178,7 @@ impl Lease<'_> {
     /// Keeps the first `num_rows` reserved rows and gives the rest back.
     ///
     /// # Errors
-    /// *Misuse* when that is more than was reserved; the lease is rolled back then.
+    /// *Misuse* when that is more than was reserved. The lease is rolled back then: no row is committed.
     pub fn commit(self, num_rows: usize) -> Result<()> {
         if num_rows > self.num_rows {
             let wanted = format_args!("at most the {} leased", self.num_rows).to_string();

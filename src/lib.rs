@@ -27,7 +27,7 @@
 //!   beside it.
 //! * **Bad input is an [`Error`]** that names what was wanted and seen, and changes nothing. Broken logits end
 //!   the request they belong to, no other.
-//! * **Positions** of nodes are committed length - 1 + depth; the head's KV always holds what a fresh prompt
+//! * **Positions** of nodes are committed length - 1 + depth; a tree is drafted from the KV that a fresh prompt
 //!   with the committed text would give, bit for bit.
 //!
 //! # Words
@@ -54,7 +54,7 @@ mod tree;
 mod verify;
 
 pub use backend::Backend;
-pub use draft::{DraftBudget, DraftVocab, Eagle3Checkpoint, Eagle3Config, Matrix, TargetShape, Weights};
+pub use draft::{DraftBudget, DraftVocab, Eagle3Checkpoint, Eagle3Config, TargetShape};
 pub use error::{Error, ErrorKind, Result};
 pub use kv::{CommitPlan, Lease, PagePool, PageTable, RowMove};
 pub use norm::RmsNorm;

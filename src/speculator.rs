@@ -1,6 +1,7 @@
 //! The loop around the target: propose trees, then accept what the target made of them.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, DraftLimits, DraftState};
@@ -9,7 +10,7 @@ use crate::error::{Error, Result, expect_len};
 use crate::kv::PagePool;
 use crate::stats::AcceptStats;
 use crate::tree::{DraftTree, TokenId};
-use crate::verify::{FinishReason, OutputLimits, RequestId, Verdict, VerifyBatch};
+use crate::verify::{FinishReason, Origin, OutputLimits, RequestId, Verdict, VerifyBatch};
 
 /// Pairs that a request which drafts nothing lets wait before the head is run on them together.
 const MAX_LAZY_PAIRS: usize = 32;
@@ -80,6 +81,8 @@ pub struct StageTimes {
 pub struct Speculator<B: Backend> {
     backend: B,
     draft: B::Draft,
+    /// Unlike any other's in this process: whose batch is it?
+    id: u64,
     vocab: usize,
     feature_width: usize,
     config: SpeculatorConfig,
@@ -137,8 +140,8 @@ impl<B: Backend> Speculator<B> {
         if max_requests == 0 {
             return Err(Error::misuse("max_requests", "at least 1", 0));
         }
-        if !(2..=1 << 30).contains(&max_len) {
-            return Err(Error::misuse("max_len", "2..=2^30", max_len));
+        if !(2..=1 << 22).contains(&max_len) {
+            return Err(Error::misuse("max_len", "2..=2^22", max_len));
         }
         // Every request can be as long as the context and draft as much as a budget allows.
         let rows = max_len + DraftTree::MAX_NODES;
@@ -152,7 +155,9 @@ impl<B: Backend> Speculator<B> {
             budget: DraftBudget::NONE,
             pool: CandidatePool::default(),
         };
+        static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             draft: backend.load_draft(checkpoint, embedding, limits)?,
             backend,
             vocab: checkpoint.config().target.vocab,
@@ -315,7 +320,7 @@ impl<B: Backend> Speculator<B> {
         let drafting = Instant::now();
         self.backend.draft(&mut self.draft, states, &self.active)?;
         let draft_time = drafting.elapsed();
-        batch.restart(step);
+        batch.restart(Origin { speculator: self.id, step });
         for id in requests {
             let slot = self.slot(*id)?;
             let request = Self::request(&mut self.requests, slot)?;
@@ -352,29 +357,28 @@ impl<B: Backend> Speculator<B> {
         expect_len("logits of the batch", batch.num_rows() * self.vocab, B::view_len(logits))?;
         let width = self.feature_width;
         expect_len("features of the batch", batch.num_rows() * width, B::view_len(features))?;
-        if batch.step() == 0 || batch.step() > self.step {
+        let Origin { speculator, step } = batch.origin();
+        if speculator != self.id {
             return Err(Error::misuse("batch", "one that this speculator proposed", "another"));
         }
         self.active.clear();
         for entry in batch.entries() {
             // A slot's request is the entry's, unless that one is gone and its id was taken anew.
-            let slot =
-                self.slots.get(&entry.request()).copied().filter(|&slot| {
-                    self.requests[slot].as_ref().is_some_and(|r| r.admitted_step < batch.step())
-                });
+            let id = entry.request();
+            let slot = self.slots.get(&id).copied().filter(|&slot| {
+                self.requests[slot].as_ref().is_some_and(|request| request.admitted_step < step)
+            });
             let Some(slot) = slot else {
                 self.active.push(usize::MAX);
                 continue;
             };
             let proposed = self.requests[slot].as_ref().and_then(|request| request.proposed_step);
-            if proposed != Some(batch.step()) {
+            if proposed != Some(step) {
                 let wanted = match proposed {
-                    Some(step) => {
-                        format!("the one of step {step}, the last proposal for request {}", entry.request().0)
-                    }
-                    None => format!("an open proposal for request {}", entry.request().0),
+                    Some(last) => format!("the one of step {last}, the last proposal for request {}", id.0),
+                    None => format!("an open proposal for request {}", id.0),
                 };
-                return Err(Error::misuse("batch", wanted, format_args!("step {}", batch.step())));
+                return Err(Error::misuse("batch", wanted, format_args!("step {step}")));
             }
             self.active.push(slot);
         }
@@ -398,8 +402,8 @@ impl<B: Backend> Speculator<B> {
             });
             request.proposed_step = None;
             request.committed.extend_from_slice(&verdict.emitted);
-            request.stats.record(entry, verdict);
-            self.stats.record(entry, verdict);
+            request.stats.record(entry, verdict)?;
+            self.stats.record(entry, verdict)?;
             if verdict.finished.is_some() {
                 self.retire(slot);
             } else {

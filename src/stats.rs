@@ -1,6 +1,8 @@
 //! What speculation did: counts whose names say what they count, and rates that follow from them.
 
-use crate::verify::{BatchEntry, FinishReason, Verdict};
+use crate::error::{Error, Result};
+use crate::tree::NodeId;
+use crate::verify::{BatchEntry, Verdict};
 
 /// Buckets of the calibration table: tenths of a probability.
 const NUM_BUCKETS: usize = 10;
@@ -25,12 +27,24 @@ pub struct AcceptStats {
 }
 
 impl AcceptStats {
-    /// Counts one verdict.
-    pub fn record(&mut self, entry: &BatchEntry, verdict: &Verdict) {
-        if verdict.emitted.is_empty() {
-            return;
-        }
+    /// Counts one verdict of a batch's entry.
+    ///
+    /// # Errors
+    /// *Misuse* when the verdict's path is not one of the entry's tree.
+    pub fn record(&mut self, entry: &BatchEntry, verdict: &Verdict) -> Result<()> {
         let tree = entry.tree();
+        let known = |node: &NodeId| tree.node(node.index()).is_some();
+        let linked = |pair: &[NodeId]| tree.parent(pair[1]) == Some(pair[0]);
+        let path = &verdict.path;
+        if !path.iter().all(known)
+            || !path.windows(2).all(linked)
+            || path.first().is_some_and(|n| n.index() != 0)
+        {
+            return Err(Error::misuse("verdict", "one of this entry", format_args!("the path {path:?}")));
+        }
+        if path.is_empty() {
+            return Ok(());
+        }
         self.num_verify_steps += 1;
         self.num_proposed_drafts += tree.num_drafts() as u64;
         self.num_correct_drafts += verdict.num_correct_drafts() as u64;
@@ -44,8 +58,7 @@ impl AcceptStats {
             self.ranks[rank] += 1;
         }
         // A cut walk says nothing about the drafts behind the cut.
-        let cut = matches!(verdict.finished, Some(FinishReason::Stop(_) | FinishReason::Length));
-        if !cut {
+        if verdict.finished.is_none() {
             for (node, confidence) in tree.nodes().zip(entry.confidences()).skip(1) {
                 let bucket = (confidence * NUM_BUCKETS as f32) as usize;
                 let (proposed, correct) = &mut self.calibration[bucket.min(NUM_BUCKETS - 1)];
@@ -53,6 +66,7 @@ impl AcceptStats {
                 *correct += u64::from(verdict.path.contains(&node));
             }
         }
+        Ok(())
     }
 
     /// Adds another's counts.

@@ -16,11 +16,19 @@ pub struct RequestId(pub u64);
 /// `entry(i).rows().start + n`. A batch owns its memory and is meant to be filled again and again.
 #[derive(Clone, Debug, Default)]
 pub struct VerifyBatch {
-    step: u64,
+    /// Who filled it, and in which step; 0 and 0 if by hand.
+    origin: Origin,
     entries: Vec<BatchEntry>, // the first `len` are in use, the rest is memory to fill
     len: usize,
     tokens: Vec<TokenId>,
     positions: Vec<u32>,
+}
+
+/// Where a batch comes from: which speculator of this process, and its step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Origin {
+    pub(crate) speculator: u64,
+    pub(crate) step: u64,
 }
 
 /// One request in a [`VerifyBatch`].
@@ -39,21 +47,21 @@ impl VerifyBatch {
         Self::default()
     }
 
-    /// Empties the batch, keeps its memory, and names the step that fills it.
-    pub(crate) fn restart(&mut self, step: u64) {
+    /// Empties the batch, keeps its memory, and names who fills it.
+    pub(crate) fn restart(&mut self, origin: Origin) {
         self.clear();
-        self.step = step;
+        self.origin = origin;
     }
 
     /// Empties the batch and keeps its memory.
     pub fn clear(&mut self) {
-        self.step = 0;
+        self.origin = Origin::default();
         self.len = 0;
         self.tokens.clear();
         self.positions.clear();
     }
 
-    /// Appends a request with its tree.
+    /// Appends a request with its tree. A batch that was changed by hand is no speculator's any more.
     ///
     /// `committed_len` counts the request's prompt and output tokens, the tree's root included. The target's
     /// KV cache holds the `committed_len - 1` tokens before the root; the rows of this batch follow them.
@@ -61,6 +69,7 @@ impl VerifyBatch {
     /// # Errors
     /// *Misuse* when `committed_len` is 0, or the last node's position exceeds `u32`.
     pub fn push(&mut self, request: RequestId, committed_len: usize, tree: &DraftTree) -> Result<()> {
+        self.origin = Origin::default();
         self.push_with(request, committed_len, |entry| {
             entry.tree.clone_from(tree);
             entry.confidences.clear();
@@ -119,9 +128,8 @@ impl VerifyBatch {
         &self.positions
     }
 
-    /// Which `propose` filled it; 0 for a batch packed by hand.
-    pub(crate) fn step(&self) -> u64 {
-        self.step
+    pub(crate) fn origin(&self) -> Origin {
+        self.origin
     }
 }
 

@@ -286,14 +286,13 @@ proptest! {
             let mut verdict = Verdict::new();
             verdict.walk(entry, NO_LIMIT, |node| Ok(answer(entry.tree(), node, seed)));
             num_emitted += verdict.emitted.len() as u64;
-            whole.record(entry, &verdict);
-            parts[i % 2].record(entry, &verdict);
+            whole.record(entry, &verdict).unwrap();
+            parts[i % 2].record(entry, &verdict).unwrap();
         }
         let [mut merged, other] = parts;
         merged.merge(&other);
         prop_assert_eq!(&merged, &whole);
         prop_assert_eq!(whole.num_emitted_tokens(), num_emitted);
-        prop_assert_eq!(whole.num_emitted_tokens(), whole.num_correct_drafts() + whole.num_verify_steps());
         prop_assert_eq!(whole.num_correct_by_rank().iter().sum::<u64>(), whole.num_correct_drafts());
         let rates = whole.rate_at_depth();
         prop_assert!((1.0 + rates.iter().sum::<f64>() - whole.acceptance_length().unwrap()).abs() < 1e-9);
@@ -330,4 +329,31 @@ fn misuse_of_trees_and_batches_is_named() {
     assert!(
         PagePool::new(0, 1).is_err() && PagePool::new(1, 0).is_err() && PagePool::new(1, usize::MAX).is_err()
     );
+}
+
+#[test]
+fn a_verdict_of_another_tree_is_not_counted() {
+    let tree = DraftTree::from_drafts(TokenId(0), &[(0, TokenId(1)), (1, TokenId(2))]).unwrap();
+    let verdict = walk(&tree, NO_LIMIT, |node| TokenId(node.index() as u32 + 1));
+    assert_eq!(verdict.num_correct_drafts(), 2);
+    let mut stats = AcceptStats::default();
+    for other in [
+        DraftTree::new(TokenId(0)),
+        DraftTree::from_drafts(TokenId(0), &[(0, TokenId(1)), (0, TokenId(2))]).unwrap(),
+    ] {
+        let error = stats.record(&batch_of(&[other]).entries()[0], &verdict).unwrap_err();
+        assert_eq!(error.subject(), "verdict");
+    }
+    assert_eq!(stats, AcceptStats::default());
+}
+
+#[test]
+fn huge_requests_for_rows_are_faults() {
+    let pool = PagePool::new(4, 1 << 31).unwrap();
+    let mut table = pool.table();
+    table.lease(1).unwrap().commit(1).unwrap();
+    for rows in [usize::MAX, usize::MAX - 1, 1 << 40] {
+        assert_eq!(table.lease(rows).unwrap_err().subject(), "free KV pages");
+    }
+    assert_eq!((table.len(), pool.num_free_pages()), (1, (1 << 31) - 1));
 }

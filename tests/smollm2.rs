@@ -1,7 +1,8 @@
 //! The reference engine on the real model: golden vectors, exact text, and files that are not what they
 //! should be. What needs the model is skipped, loudly, until `cargo run --release --example speedup` has
-//! put it into the cache; nothing here downloads.
+//! put it into the cache; nothing here downloads. With `EAGLE_VERIFY_REQUIRE_MODEL` set it fails instead.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -23,7 +24,10 @@ const MAX_LEN: usize = 512;
 fn model() -> Option<(PathBuf, MutexGuard<'static, ()>)> {
     static TURN: Mutex<()> = Mutex::new(());
     let Some(path) = fetch::cached().ok().filter(|path| path.is_file()) else {
-        eprintln!("SKIPPED: the model is not in the cache; run the example `speedup` once");
+        let message = "the model is not in the cache; run the example `speedup` once";
+        assert!(std::env::var_os("EAGLE_VERIFY_REQUIRE_MODEL").is_none(), "{message}");
+        // Straight to the stream, which the test runner doesn't hold back.
+        writeln!(std::io::stderr(), "SKIPPED: {message}").unwrap();
         return None;
     };
     Some((path, TURN.lock().unwrap_or_else(PoisonError::into_inner)))
@@ -190,4 +194,21 @@ fn files_that_are_not_the_model_are_named() {
         assert!(text.contains("context is 8192"), "{text}");
     }
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn prompt_files_are_lines_or_json_lines() {
+    let file = |name: &str, text: &str| {
+        let path = std::env::temp_dir().join(format!("eagle-verify-{}-{name}", std::process::id()));
+        std::fs::write(&path, text).unwrap();
+        let prompts = prompts::from_file(&path);
+        std::fs::remove_file(&path).unwrap();
+        prompts
+    };
+    assert_eq!(file("a.txt", "one\n\ntwo\n").unwrap(), ["one", "two"]);
+    let lines = "{\"prompt\": \"one\"}\n{\"id\": 3, \"turns\": [\"two\", \"three\"]}\n";
+    assert_eq!(file("b.jsonl", lines).unwrap(), ["one", "two"]);
+    for bad in ["", "{\"turns\": []}", "{\"text\": \"x\"}", "no json"] {
+        assert!(file("c.jsonl", bad).is_err(), "{bad}");
+    }
 }

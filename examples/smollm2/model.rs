@@ -148,7 +148,7 @@ impl Target {
         let kv_shape = KvShape { num_layers: shape.num_layers, num_kv_heads, head_dim };
         let cache = KvCache::new(kv_shape, num_pages)?;
         Ok(Self {
-            attention: Attention::new(cache, Rope::new(head_dim, shape.rope_theta, rows), &shape),
+            attention: Attention::new(cache, Rope::new(head_dim, shape.rope_theta, rows)?, &shape),
             scratch: Vec::new(),
             logits: Vec::new(),
             features: Vec::new(),
@@ -266,8 +266,8 @@ impl Attention {
             for (row, &position) in projected.chunks_exact_mut(width).zip(&pass.positions) {
                 let (query, key_value) = row.split_at_mut(query_width);
                 let (key, value) = key_value.split_at_mut((width - query_width) / 2);
-                rope.turn(position, query);
-                rope.turn(position, key);
+                rope.turn(position, query)?;
+                rope.turn(position, key)?;
                 queries.extend_from_slice(query);
                 keys.extend_from_slice(key);
                 values.extend_from_slice(value);

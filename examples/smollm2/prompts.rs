@@ -93,7 +93,7 @@ pub fn from_file(path: &Path) -> Result<Vec<String>> {
         true => {
             let prompt = |line: &str| -> Option<String> {
                 let value: serde_json::Value = serde_json::from_str(line).ok()?;
-                Some(value.get("prompt").or(value.get("turns")?.get(0))?.as_str()?.to_owned())
+                Some(value.get("prompt").or_else(|| value.get("turns")?.get(0))?.as_str()?.to_owned())
             };
             let lines = lines.enumerate();
             let parse =

@@ -124,14 +124,20 @@ impl Report {
                 .margin(12)
                 .x_label_area_size(32)
                 .y_label_area_size(48)
-                .build_cartesian_2d((0..self.modes.len()).into_segmented(), 0.0..most * 1.15)?;
+                .build_cartesian_2d((0..self.modes.len() - 1).into_segmented(), 0.0..most * 1.15)?;
             let name = |x: &SegmentValue<usize>| match x {
                 SegmentValue::CenterOf(i) => {
                     self.modes.get(*i).map_or(String::new(), |mode| mode.mode.clone())
                 }
                 _ => String::new(),
             };
-            chart.configure_mesh().disable_x_mesh().x_label_formatter(&name).y_desc("tokens/s").draw()?;
+            chart
+                .configure_mesh()
+                .disable_x_mesh()
+                .light_line_style(TRANSPARENT)
+                .x_label_formatter(&name)
+                .y_desc("tokens/s")
+                .draw()?;
             chart.draw_series(self.modes.iter().enumerate().map(|(i, mode)| {
                 let corners =
                     [(SegmentValue::Exact(i), 0.0), (SegmentValue::Exact(i + 1), mode.tokens_per_s)];

@@ -25,6 +25,7 @@ pub trait Backend: sealed::Sealed + Sized {
     type Draft;
 
     /// Rows in a page of the draft model's KV cache.
+    #[doc(hidden)]
     const KV_PAGE_SIZE: usize;
 
     /// Brings a head's weights into this backend's memory.
@@ -32,6 +33,7 @@ pub trait Backend: sealed::Sealed + Sized {
     /// # Errors
     /// *Unsupported* when the backend has no kernel for a size of the head; *misuse* when the head needs the
     /// target's embedding table and `embedding` is missing or of another shape.
+    #[doc(hidden)]
     fn load_draft(
         &self,
         checkpoint: &Eagle3Checkpoint,
@@ -40,9 +42,11 @@ pub trait Backend: sealed::Sealed + Sized {
     ) -> Result<Self::Draft>;
 
     /// Number of elements of a view.
+    #[doc(hidden)]
     fn view_len(view: Self::View<'_>) -> usize;
 
     /// Appends some rows of `features` to those that wait in `slot`.
+    #[doc(hidden)]
     fn keep_features(
         &self,
         draft: &mut Self::Draft,
@@ -52,6 +56,7 @@ pub trait Backend: sealed::Sealed + Sized {
     );
 
     /// Drops all features that wait in `slot`.
+    #[doc(hidden)]
     fn forget_features(&self, draft: &mut Self::Draft, slot: usize);
 
     /// Runs the draft model for the requests in the slots `active`: extends the KV of each by the pairs that
@@ -59,12 +64,14 @@ pub trait Backend: sealed::Sealed + Sized {
     ///
     /// # Errors
     /// *Fault* when the device fails.
+    #[doc(hidden)]
     fn draft(&self, draft: &mut Self::Draft, states: &mut [DraftState], active: &[usize]) -> Result<()>;
 
     /// The target's token of one row of logits, `[rows, vocab]`: [`choose`](crate::sampling::choose).
     ///
     /// # Errors
     /// *Fault* when the row gives no token.
+    #[doc(hidden)]
     fn choose(&self, logits: Self::View<'_>, vocab: usize, row: usize) -> Result<ChoiceKey>;
 }
 

@@ -1,8 +1,9 @@
 //! EAGLE-3 checkpoints: from files to one explicit configuration, or an error that names what is wrong.
 //!
 //! A head that loads but is wired wrongly still gives the right text, only slowly, so nobody notices. Hence
-//! nothing is assumed here: every tensor is consumed, every shape checked, the captured layers must be named,
-//! the two vocabulary tables must agree, and any switch of a dialect that this crate doesn't run is refused.
+//! little is assumed here: every tensor is consumed, every shape checked, the captured layers must be named,
+//! the two vocabulary tables must agree, and the known switches of dialects that this crate doesn't run are
+//! refused. (A switch that nobody has heard of yet would still pass.)
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -60,24 +61,18 @@ impl Eagle3Config {
     }
 }
 
-/// A weight matrix as it was stored, `[rows, columns]` row-major.
+/// A weight matrix as it was stored, row-major.
 #[derive(Clone, Debug)]
-pub struct Matrix {
-    /// Outputs of the layer, or entries of a table.
-    pub rows: usize,
-    /// Inputs of the layer, or elements of an entry.
-    pub columns: usize,
-    /// The elements.
-    pub weights: Weights,
+pub(crate) struct Matrix {
+    /// Inputs of the layer, or elements of a table's entry.
+    pub(crate) columns: usize,
+    pub(crate) weights: Weights,
 }
 
 /// Elements of a [`Matrix`]. f16 checkpoints are widened to f32, exactly.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
-pub enum Weights {
-    /// Kept as bf16.
+pub(crate) enum Weights {
     Bf16(Vec<bf16>),
-    /// f32.
     F32(Vec<f32>),
 }
 
@@ -127,7 +122,7 @@ struct RawConfig {
     head_dim: Option<usize>,
     hidden_act: Option<String>,
     rms_norm_eps: f64,
-    rope_theta: Option<f64>,
+    rope_theta: f64,
     vocab_size: usize,
     draft_vocab_size: Option<usize>,
     target_hidden_size: Option<usize>,
@@ -152,6 +147,7 @@ const NEUTRAL: &[(&str, Value)] = &[
     ("norm_before_fc", Value::Bool(false)),
     ("norm_before_residual", Value::Bool(false)),
     ("norm_output", Value::Bool(false)),
+    ("partial_rotary_factor", Value::Null),
     ("qkv_bias", Value::Bool(false)),
     ("quantization_config", Value::Null),
     ("rope_parameters", Value::Null),
@@ -293,7 +289,7 @@ impl Eagle3Config {
             head_dim: raw.head_dim.unwrap_or(hidden / num_heads),
             draft_vocab: raw.draft_vocab_size.unwrap_or(raw.vocab_size),
             rms_epsilon: raw.rms_norm_eps as f32,
-            rope_theta: raw.rope_theta.unwrap_or(10_000.0) as f32,
+            rope_theta: raw.rope_theta as f32,
         };
         // No size that could overflow a product below; the tensors' own shapes are compared later.
         let sizes = [
@@ -357,7 +353,7 @@ impl<'a> Tensors<'a> {
     }
 
     fn matrix(&mut self, name: &'static str, rows: usize, columns: usize) -> Result<Matrix> {
-        Ok(Matrix { rows, columns, weights: self.floats(name, &[rows, columns])? })
+        Ok(Matrix { columns, weights: self.floats(name, &[rows, columns])? })
     }
 
     fn vector(&mut self, name: &'static str, len: usize) -> Result<Vec<f32>> {

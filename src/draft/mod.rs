@@ -3,6 +3,7 @@
 mod checkpoint;
 mod eagle3;
 
-pub use checkpoint::{DraftVocab, Eagle3Checkpoint, Eagle3Config, Matrix, TargetShape, Weights};
+pub use checkpoint::{DraftVocab, Eagle3Checkpoint, Eagle3Config, TargetShape};
+pub(crate) use checkpoint::{Matrix, Weights};
 pub(crate) use eagle3::CandidatePool;
 pub use eagle3::DraftBudget;

@@ -22,7 +22,8 @@ use crate::tree::NodeSet;
 #[derive(Debug)]
 pub struct KvCache {
     shape: KvShape,
-    pages: Vec<Vec<f32>>, // by page id; empty until first written
+    num_pages: usize,
+    pages: Vec<Vec<f32>>, // by page id; empty or missing until first written
     scratch: Vec<f32>,
 }
 
@@ -61,11 +62,18 @@ impl KvCache {
         if shape.head_dim == 0 || !shape.head_dim.is_multiple_of(PANEL) {
             return Err(Error::unsupported("head size", "a multiple of 32", shape.head_dim));
         }
-        if shape.num_layers == 0 || shape.num_kv_heads == 0 {
-            let seen = format!("{} and {}", shape.num_layers, shape.num_kv_heads);
-            return Err(Error::misuse("layers and KV heads", "at least 1 of each", seen));
+        let KvShape { num_layers, num_kv_heads, head_dim } = shape;
+        if num_layers == 0 || num_kv_heads == 0 || num_pages == 0 {
+            let seen = format!("{num_layers}, {num_kv_heads} and {num_pages}");
+            return Err(Error::misuse("layers, KV heads and pages", "at least 1 of each", seen));
         }
-        Ok(Self { shape, pages: vec![Vec::new(); num_pages], scratch: Vec::new() })
+        let page_len =
+            [num_layers, num_kv_heads, head_dim].iter().try_fold(2 * PANEL, |a, b| a.checked_mul(*b));
+        if page_len.is_none_or(|len| len > 1 << 40) || num_pages > 1 << 31 {
+            let seen = format!("{shape:?} in {num_pages} pages");
+            return Err(Error::misuse("KV cache", "a size that a machine could hold", seen));
+        }
+        Ok(Self { shape, num_pages, pages: Vec::new(), scratch: Vec::new() })
     }
 
     /// What a row holds.
@@ -86,10 +94,12 @@ impl KvCache {
         if layer >= num_layers {
             return Err(Error::misuse("layer", format_args!("below {num_layers}"), layer));
         }
-        if let Some(slot) = slots.iter().find(|slot| **slot / PANEL >= self.pages.len()) {
-            let wanted = format!("below {}", self.pages.len() * PANEL);
+        if let Some(slot) = slots.iter().find(|slot| **slot / PANEL >= self.num_pages) {
+            let wanted = format!("below {}", self.num_pages * PANEL);
             return Err(Error::misuse("KV slot", wanted, slot));
         }
+        let last_page = slots.iter().max().map_or(0, |slot| slot / PANEL);
+        self.pages.resize_with(self.pages.len().max(last_page + 1), Vec::new);
         let layer = layer * self.layer_len()..(layer + 1) * self.layer_len();
         let mut first = 0;
         // Runs of neighbours in a page, as the nodes of a tree are: each line of keys is touched once.
@@ -124,14 +134,16 @@ impl KvCache {
     /// Moves the rows that a verify step keeps up against the committed ones, in all layers.
     ///
     /// # Errors
-    /// *Misuse* when a row of the plan has no page, or one that was never written; nothing is moved then.
+    /// *Misuse* when the table's pages are of another size, or a row of the plan has no page, or one that was
+    /// never written; nothing is moved then.
     pub fn commit(&mut self, table: &PageTable, plan: CommitPlan<'_>) -> Result<()> {
+        check_page_size(table)?;
         let written = |row: usize| {
             let page = table.pages().get(row / PANEL).and_then(|&page| self.pages.get(page as usize));
             page.is_some_and(|page| !page.is_empty())
         };
         if let Some(bad) = plan.moves().find(|step| !written(step.from) || !written(step.to)) {
-            return Err(Error::misuse("KV row to keep", "a row that was written", bad.from));
+            return Err(Error::misuse("KV row to keep", "a row of a page that was written", bad.from));
         }
         let mut row = std::mem::take(&mut self.scratch);
         let width = self.width();
@@ -164,8 +176,9 @@ impl KvCache {
     /// `h` uses key/value head `h / (heads / num_kv_heads)`.
     ///
     /// # Errors
-    /// *Misuse* when lengths don't fit, the heads are not a multiple of the KV heads, or a row sees no key,
-    /// one past its reserved pages, or one that was never written.
+    /// *Misuse* when lengths don't fit, the scale is not a positive number, the heads are not a multiple of the
+    /// KV heads, a table's pages are of another size, or a row sees no key, one past its reserved pages, or one
+    /// in a page that was never written. Nothing is written then.
     pub fn attend(
         &mut self,
         cpu: &Cpu,
@@ -189,6 +202,9 @@ impl KvCache {
         if layer >= num_layers {
             return Err(Error::misuse("layer", format_args!("below {num_layers}"), layer));
         }
+        if !(scale > 0.0 && scale.is_finite()) {
+            return Err(Error::misuse("attention scale", "a positive number", scale));
+        }
         for row in rows {
             self.check(row)?;
         }
@@ -201,8 +217,7 @@ impl KvCache {
         outputs.resize(num_blocks * num_kv_heads * task_len, 0.0);
         let pages = &self.pages;
         let kv_len = head_dim * PANEL;
-        let parts = simd::Parts::new(&mut outputs, task_len);
-        let attend = |task: usize| {
+        let attend = |task: usize, out: &mut [f32]| {
             let (kv_head, block) = (task / num_blocks, task % num_blocks);
             let first = block * block_rows;
             let rows = &rows[first..(first + block_rows).min(rows.len())];
@@ -212,13 +227,13 @@ impl KvCache {
             let values = |page: u32| &pages[page as usize][start + num_kv_heads * kv_len..][..kv_len];
             let columns = kv_head * group * head_dim..(kv_head + 1) * group * head_dim;
             let queries = queries.map(|row| &row[columns.clone()]);
+            let head = Head { head_dim, group, scale };
             SCRATCH.with_borrow_mut(|scratch| {
-                let head = Head { head_dim, group, scale };
-                parts.with(task, |out| scratch.attend(cpu.isa, head, rows, queries, keys, values, out));
+                scratch.attend(cpu.isa, head, rows, queries, keys, values, out);
             });
         };
         // Tasks are ordered so that a thread stays with a head, whose keys it has in its cache.
-        cpu.team.run(num_blocks * num_kv_heads, &attend);
+        cpu.team.run_parts(&mut outputs, task_len, &attend);
         for (r, row) in out.chunks_exact_mut(query_width).enumerate() {
             for (kv_head, row) in row.chunks_exact_mut(group * head_dim).enumerate() {
                 let task = kv_head * num_blocks + r / block_rows;
@@ -231,12 +246,14 @@ impl KvCache {
     }
 
     fn check(&self, row: &AttentionRow<'_>) -> Result<()> {
-        let seen = row.last_row().ok_or_else(|| Error::misuse("keys of a row", "at least 1", 0))?;
+        check_page_size(row.table)?;
+        let wanted = "at least 1, and no overflow";
+        let seen = row.last_row().ok_or_else(|| Error::misuse("keys of a row", wanted, row.prefix_len))?;
         let pages = row.table.pages().get(..seen / PANEL + 1);
         let written = |page: &u32| self.pages.get(*page as usize).is_some_and(|page| !page.is_empty());
         match pages {
             Some(pages) if pages.iter().all(written) => Ok(()),
-            _ => Err(Error::misuse("keys of a row", "rows that were written", seen)),
+            _ => Err(Error::misuse("keys of a row", "rows of pages that were written", seen)),
         }
     }
 }
@@ -244,9 +261,15 @@ impl KvCache {
 impl AttentionRow<'_> {
     /// The last row that it sees.
     fn last_row(&self) -> Option<usize> {
-        let node = self.nodes.iter().last();
-        node.map(|node| self.prefix_len + node).or(self.prefix_len.checked_sub(1))
+        match self.nodes.iter().last() {
+            Some(node) => self.prefix_len.checked_add(node),
+            None => self.prefix_len.checked_sub(1),
+        }
     }
+}
+
+fn check_page_size(table: &PageTable) -> Result<()> {
+    expect_len("page size of a KV table", PANEL, table.page_size())
 }
 
 /// Query vectors that one task takes through the keys together.
@@ -273,6 +296,13 @@ struct Head {
     head_dim: usize,
     group: usize,
     scale: f32,
+}
+
+/// The rows `start..end`, cut where pages end: first rows and counts.
+fn runs(start: usize, end: usize) -> impl Iterator<Item = (usize, usize)> {
+    let cut = move |first: usize| (first, (PANEL - first % PANEL).min(end - first));
+    let some = move |first: usize| (first < end).then(|| cut(first));
+    std::iter::successors(some(start), move |(first, count)| some(first + count))
 }
 
 /// What a thread reuses from task to task.
@@ -304,8 +334,13 @@ impl Scratch {
         mut out: &mut [f32],
     ) {
         let together = |a: &AttentionRow<'_>, b: &AttentionRow<'_>| {
-            let plain = a.nodes == NodeSet::default() && b.nodes == NodeSet::default();
-            std::ptr::eq(a.table, b.table) && (plain || a.prefix_len == b.prefix_len)
+            let is_node = |row: &AttentionRow<'_>| row.nodes != NodeSet::default();
+            let alike = match (is_node(a), is_node(b)) {
+                (false, false) => true,
+                (true, true) => a.prefix_len == b.prefix_len,
+                _ => false,
+            };
+            alike && std::ptr::eq(a.table, b.table)
         };
         for run in rows.chunk_by(together) {
             self.queries.clear();
@@ -359,32 +394,30 @@ impl Scratch {
                 weights[visible..].fill(0.0);
             }
         }
-        // Outputs: the keys that all rows have in their prefix together, the rest row by row. A zero
-        // weight adds nothing, so rows with a shorter prefix don't notice the others' keys.
-        let shared = rows.iter().map(|row| row.prefix_len).max().unwrap_or(0);
+        // Outputs: the prefix that all rows have, together; then each row's own rest, so that no row
+        // touches a value that it doesn't see (which may be anything).
+        let shared = rows.iter().map(|row| row.prefix_len).min().unwrap_or(0);
         for panel in 0..head_dim / PANEL {
-            let panel_of = |page: u32| &values(page)[panel * PANEL * PANEL..][..PANEL * PANEL];
+            let values_at = |key: usize, count: usize| {
+                let panel = &values(pages[key / PANEL])[panel * PANEL * PANEL..][..PANEL * PANEL];
+                &panel[key % PANEL * PANEL..][..count * PANEL]
+            };
             self.acc.fill([0.0; PANEL]);
-            for (place, &page) in pages[..shared.div_ceil(PANEL)].iter().enumerate() {
-                let depth = PANEL.min(shared - place * PANEL);
-                let weights = &self.weights[place * PANEL..];
-                let values = &panel_of(page)[..depth * PANEL];
+            for (first, count) in runs(0, shared) {
+                let (weights, values) = (&self.weights[first..], values_at(first, count));
                 simd::accumulate(isa, weights, stride, values, &mut self.acc, &[]);
             }
             for (r, row) in rows.iter().enumerate() {
-                if row.nodes == NodeSet::default() {
-                    continue;
+                let weights = &self.weights[r * group * stride..];
+                let acc = &mut self.acc[r * group..(r + 1) * group];
+                for (first, count) in runs(shared, row.prefix_len) {
+                    simd::accumulate(isa, &weights[first..], stride, values_at(first, count), acc, &[]);
                 }
-                // Its own nodes only, gathered: another node's values may be anything.
                 self.gathered.clear();
                 for node in row.nodes.iter() {
-                    let key = row.prefix_len + node;
-                    let value = &panel_of(pages[key / PANEL])[key % PANEL * PANEL..][..PANEL];
-                    self.gathered.extend_from_slice(value);
+                    self.gathered.extend_from_slice(values_at(row.prefix_len + node, 1));
                 }
-                let weights = &self.weights[r * group * stride + row.prefix_len..];
-                let acc = &mut self.acc[r * group..(r + 1) * group];
-                simd::accumulate(isa, weights, stride, &self.gathered, acc, &[]);
+                simd::accumulate(isa, &weights[row.prefix_len..], stride, &self.gathered, acc, &[]);
             }
             let rows = out.chunks_exact_mut(head_dim);
             for ((out, acc), sum) in rows.zip(&self.acc).zip(&self.sums) {
@@ -511,7 +544,13 @@ mod tests {
                     let path = (0..prefix).chain(nodes.iter().map(|n| prefix + n));
                     want.extend(decode(&cpu, &path.map(|row| ids[row]).collect::<Vec<_>>()));
                 }
-                // The prefix again as the rows of a prompt.
+                // The last of the prefix again, plainly decoded, and then as the rows of a prompt: rows of one
+                // table and prefix with and without nodes, side by side.
+                if prefix > 0 {
+                    rows.push(AttentionRow { table, prefix_len: prefix, nodes: NodeSet::default() });
+                    queries.extend(kvq(ids[prefix - 1])[2].clone());
+                    want.extend(decode(&cpu, &ids[..prefix]));
+                }
                 for row in prefix.saturating_sub(5)..prefix {
                     rows.push(AttentionRow { table, prefix_len: row + 1, nodes: NodeSet::default() });
                     queries.extend(kvq(ids[row])[2].clone());
@@ -548,6 +587,8 @@ mod tests {
         let cpu = Cpu::with_threads(1).unwrap();
         assert!(KvCache::new(KvShape { head_dim: 48, ..SHAPE }, 4).is_err());
         assert!(KvCache::new(KvShape { num_layers: 0, ..SHAPE }, 4).is_err());
+        assert!(KvCache::new(SHAPE, 0).is_err() && KvCache::new(SHAPE, usize::MAX).is_err());
+        assert!(KvCache::new(KvShape { num_layers: usize::MAX, ..SHAPE }, 4).is_err());
         let mut cache = KvCache::new(SHAPE, 4).unwrap();
         let row = vec![1.0; WIDTH];
         assert!(cache.write(2, &[0], &row, &row).is_err());
@@ -570,6 +611,22 @@ mod tests {
         assert!(cache.attend(&cpu, 0, SCALE, &query[1..], &[seen(1, none)], &mut out).is_err());
         assert!(cache.attend(&cpu, 0, SCALE, &query[..64], &[seen(1, none)], &mut out[..64]).is_err());
         assert!(cache.attend(&cpu, 0, SCALE, &query, &[], &mut out).is_err());
+        assert!(
+            cache
+                .attend(&cpu, 0, SCALE, &query, &[seen(usize::MAX, none.with(0).with(1))], &mut out)
+                .is_err()
+        );
+        for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(cache.attend(&cpu, 0, scale, &query, &[seen(1, none)], &mut out).is_err());
+        }
+        for page_size in [16, 64] {
+            let pool = PagePool::new(page_size, 4).unwrap();
+            let mut other = pool.table();
+            other.reserve(1).unwrap();
+            let row = AttentionRow { table: &other, prefix_len: 1, nodes: none };
+            assert!(cache.attend(&cpu, 0, SCALE, &query, &[row], &mut out).is_err());
+            assert!(cache.commit(&other, CommitPlan::new(0, &[])).is_err());
+        }
         assert!(out.iter().all(|x| *x == 0.0));
         cache.attend(&cpu, 0, SCALE, &query, &[seen(1, none)], &mut out).unwrap();
         assert_eq!(out[0], 1.0);

@@ -127,7 +127,7 @@ impl CpuHead {
                 post_attention_norm: checkpoint.post_attention_norm.clone(),
                 final_norm: checkpoint.final_norm.clone(),
             },
-            rope: Rope::new(config.head_dim, config.rope_theta, num_positions),
+            rope: Rope::new(config.head_dim, config.rope_theta, num_positions)?,
             cache: KvCache::new(shape, limits.num_kv_pages)?,
             waiting: vec![Vec::new(); limits.max_requests],
             work: Work::default(),
@@ -254,7 +254,7 @@ impl CpuHead {
         work.query.resize(count * query_width, 0.0);
         layers.query.forward(cpu, &work.frontier.normed, &mut work.query)?;
         for (row, query) in rows.iter().zip(work.query.chunks_exact_mut(query_width)) {
-            rope.turn(row.position, query);
+            rope.turn(row.position, query)?;
         }
         let visible = rows.iter().map(|row| AttentionRow {
             table: &states[row.slot].table,
@@ -380,7 +380,7 @@ impl Layers {
         work.slots.clear();
         for (row, key_value) in inputs.rows.iter().zip(work.key_value.chunks_exact_mut(2 * kv_width)) {
             let (key, value) = key_value.split_at_mut(kv_width);
-            rope.turn(row.position, key);
+            rope.turn(row.position, key)?;
             work.keys.extend_from_slice(key);
             work.values.extend_from_slice(value);
             work.slots.push(states[row.slot].table.slot(row.kv_row));

@@ -2,10 +2,8 @@
 
 use super::Cpu;
 use super::simd::{self, BLOCK_BYTES, PANEL, Weight};
+use super::threads::MAX_ROWS;
 use crate::error::{Error, Result, expect_len};
-
-/// Rows that share one pass over the weights; more go in chunks of this many.
-const MAX_ROWS: usize = 64;
 
 /// A linear layer `y = x W^T` without bias, made for 1 to 64 rows.
 ///
@@ -124,6 +122,7 @@ impl PackedLinear {
         let num_rows = x.len() / self.num_inputs;
         expect_len("input of a linear layer", num_rows * self.num_inputs, x.len())?;
         expect_len("output of a linear layer", num_rows * self.num_outputs, y.len())?;
+        // More rows than that go over the weights again.
         let chunks = x.chunks(MAX_ROWS * self.num_inputs);
         for (x, y) in chunks.zip(y.chunks_mut(MAX_ROWS * self.num_outputs)) {
             match &self.panels {
@@ -134,30 +133,17 @@ impl PackedLinear {
         Ok(())
     }
 
-    /// At most [`MAX_ROWS`] rows; each thread over its own run of panels.
+    /// At most [`MAX_ROWS`] rows.
     fn chunk<W: Weight>(&self, cpu: &Cpu, x: &[f32], pages: &Pages, y: &mut [f32]) {
         let weights: &[W] = bytemuck::cast_slice(&pages.0);
         let panel_len = self.num_inputs * PANEL;
-        let num_rows = x.len() / self.num_inputs;
-        let columns = simd::Columns::new(y, self.num_outputs);
-        let num_panels = self.num_outputs.div_ceil(PANEL);
-        // Each thread streams one run of panels: a panel taken over by another would not be prefetched.
-        let num_runs = cpu.num_threads().min(num_panels);
-        let bound = |run: usize| num_panels * run / num_runs;
-        cpu.team.run(num_runs, &|run| {
-            let mut acc = [[0.0; PANEL]; MAX_ROWS];
-            let acc = &mut acc[..num_rows];
-            for panel in bound(run)..bound(run + 1) {
-                acc.fill([0.0; PANEL]);
-                let panel_weights = &weights[panel * panel_len..][..panel_len];
-                let mut first = 0;
-                for block in panel_weights.chunks(BLOCK_BYTES / size_of::<W>()) {
-                    let next = panel * panel_len + first * PANEL + block.len();
-                    let ahead = &weights[next..];
-                    simd::accumulate(cpu.isa, &x[first..], self.num_inputs, block, acc, ahead);
-                    first += block.len() / PANEL;
-                }
-                columns.store(panel, acc);
+        cpu.team.run_panels(y, self.num_outputs, &|panel, lanes| {
+            let panel_weights = &weights[panel * panel_len..][..panel_len];
+            let mut first = 0;
+            for block in panel_weights.chunks(BLOCK_BYTES / size_of::<W>()) {
+                let ahead = &weights[panel * panel_len + first * PANEL + block.len()..];
+                simd::accumulate(cpu.isa, &x[first..], self.num_inputs, block, lanes, ahead);
+                first += block.len() / PANEL;
             }
         });
     }

@@ -1,19 +1,20 @@
 //! Element-wise and row-wise operations, vectorised by the compiler for each instruction set.
 //!
-//! Only operations that IEEE 754 rounds exactly, fused multiply-add among them: the same bits from every
-//! version of a function.
+//! The dispatched functions use only operations that IEEE 754 rounds exactly, fused multiply-add among them:
+//! the same bits from every version of a function. (Logarithms and rotary tables come from the C library.)
 
 use multiversion::multiversion;
 
-use super::{Cpu, simd};
-use crate::error::{Result, expect_len};
+use super::Cpu;
+use crate::error::{Error, Result, expect_len};
 use crate::sampling::{ChoiceKey, nan_logit, reject_masked};
 use crate::tree::TokenId;
 
 /// Elements that a reduction keeps apart until its end. Its shape depends on the length alone.
 const LANES: usize = 32;
 
-/// `e^x` to about 1 ulp, by Cody-Waite reduction to `2^n e^r` and a polynomial; 0 below -87, NaN for NaN.
+/// `e^x` to about 1 ulp, by Cody-Waite reduction to `2^n e^r` and a polynomial; 0 below -87, `e^88` above 88,
+/// NaN for NaN.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer in the low bits
@@ -112,10 +113,9 @@ pub fn silu_mul(cpu: &Cpu, gate_up: &[f32], width: usize, out: &mut [f32]) -> Re
     if num_rows == 0 {
         return Ok(());
     }
-    let rows = simd::Parts::new(out, width);
-    cpu.team.run(num_rows, &|row| {
+    cpu.team.run_parts(out, width, &|row, out| {
         let (gate, up) = gate_up[row * 2 * width..][..2 * width].split_at(width);
-        rows.with(row, |out| silu_mul_row(gate, up, out));
+        silu_mul_row(gate, up, out);
     });
     Ok(())
 }
@@ -211,7 +211,16 @@ pub struct Rope {
 
 impl Rope {
     /// A table for positions `0..num_positions`.
-    pub fn new(head_dim: usize, theta: f32, num_positions: usize) -> Self {
+    ///
+    /// # Errors
+    /// *Misuse* unless `head_dim` is even and positive and `theta` a positive number.
+    pub fn new(head_dim: usize, theta: f32, num_positions: usize) -> Result<Self> {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            return Err(Error::misuse("head size for rotary embeddings", "even and positive", head_dim));
+        }
+        if !(theta > 0.0 && theta.is_finite()) {
+            return Err(Error::misuse("rotary theta", "a positive number", theta));
+        }
         let half = head_dim / 2;
         let frequency = |i: usize| 1.0 / theta.powf((2 * i) as f32 / head_dim as f32);
         let frequencies: Vec<f32> = (0..half).map(frequency).collect();
@@ -221,22 +230,27 @@ impl Rope {
             table.extend(frequencies.iter().map(|frequency| angle(frequency).cos()));
             table.extend(frequencies.iter().map(|frequency| angle(frequency).sin()));
         }
-        Self { half, table }
+        Ok(Self { half, table })
     }
 
     /// Number of positions in the table.
     pub fn num_positions(&self) -> usize {
-        self.table.len() / (2 * self.half).max(1)
+        self.table.len() / (2 * self.half)
     }
 
     /// Turns all heads of one row, `[heads, head_dim]`, to `position`.
     ///
-    /// # Panics
-    /// When the position is not in the table.
-    pub fn turn(&self, position: usize, row: &mut [f32]) {
-        let table = &self.table[position * 2 * self.half..][..2 * self.half];
+    /// # Errors
+    /// *Misuse* when the position is not in the table or the row not whole heads.
+    pub fn turn(&self, position: usize, row: &mut [f32]) -> Result<()> {
+        expect_len("row's last head", 0, row.len() % (2 * self.half))?;
+        let Some(table) = self.table.chunks_exact(2 * self.half).nth(position) else {
+            let wanted = format!("below {}", self.num_positions());
+            return Err(Error::misuse("rotary position", wanted, position));
+        };
         let (cos, sin) = table.split_at(self.half);
         turn_heads(cos, sin, row);
+        Ok(())
     }
 }
 
@@ -331,5 +345,63 @@ mod tests {
         assert!(log_sum_exp(&[0.0, f32::INFINITY]).is_nan());
         assert!(log_sum_exp(&[f32::NEG_INFINITY; 4]).is_nan());
         assert_eq!(log_sum_exp(&[f32::NEG_INFINITY, 2.0]), 2.0);
+    }
+
+    /// The dispatched versions give the bits of the same formulas compiled for the plainest machine.
+    #[test]
+    fn every_version_gives_the_same_bits() {
+        let cpu = Cpu::with_threads(2).unwrap();
+        let x: Vec<f32> = (0..5 * 192).map(|i| ((i * 7919 % 2003) as f32 - 1000.0) / 37.0).collect();
+        let mut out = vec![0.0; x.len() / 2];
+        silu_mul(&cpu, &x, 96, &mut out).unwrap();
+        for (row, out) in x.chunks(192).zip(out.chunks(96)) {
+            for i in 0..96 {
+                let want = row[i] / (1.0 + exp(-row[i])) * row[96 + i];
+                assert_eq!(out[i].to_bits(), want.to_bits());
+            }
+        }
+        for len in [1, 31, 32, 33, 200] {
+            let mut weights = x[..len].to_vec();
+            let sum = softmax_weights(&mut weights, 0.25);
+            let most = x[..len].iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let mut lanes = [0.0f32; LANES];
+            for (i, (weight, x)) in weights.iter().zip(&x).enumerate() {
+                let want = exp((x - most) * 0.25);
+                assert_eq!(weight.to_bits(), want.to_bits());
+                lanes[i % LANES] += want;
+            }
+            assert_eq!(sum.to_bits(), fold(lanes, |a, b| a + b).to_bits());
+        }
+        let rope = Rope::new(64, 10_000.0, 100).unwrap();
+        let mut row = x[..192].to_vec();
+        rope.turn(77, &mut row).unwrap();
+        for (head, turned) in x[..192].chunks(64).zip(row.chunks(64)) {
+            for i in 0..32 {
+                let angle = 77.0 * (1.0 / 10_000f32.powf((2 * i) as f32 / 64.0));
+                let (a, b) = (head[i], head[i + 32]);
+                assert_eq!(turned[i].to_bits(), (a * angle.cos() - b * angle.sin()).to_bits());
+                assert_eq!(turned[i + 32].to_bits(), (b * angle.cos() + a * angle.sin()).to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn misuse_is_named() {
+        let cpu = Cpu::with_threads(1).unwrap();
+        let mut out = [7.0; 4];
+        assert!(
+            silu_mul(&cpu, &[0.0; 8], 3, &mut out).is_err()
+                && silu_mul(&cpu, &[0.0; 7], 2, &mut out).is_err()
+        );
+        assert!(silu_mul(&cpu, &[0.0; 8], 0, &mut out).is_err());
+        assert_eq!(out, [7.0; 4]);
+        silu_mul(&cpu, &[], 2, &mut []).unwrap();
+        assert!(
+            Rope::new(0, 1e4, 9).is_err() && Rope::new(63, 1e4, 9).is_err() && Rope::new(64, 0.0, 9).is_err()
+        );
+        let rope = Rope::new(2, 1e4, 9).unwrap();
+        assert_eq!(rope.num_positions(), 9);
+        assert!(rope.turn(9, &mut out).is_err() && rope.turn(0, &mut out[..3]).is_err());
+        assert_eq!(out, [7.0; 4]);
     }
 }

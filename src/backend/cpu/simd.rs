@@ -6,8 +6,6 @@
 //! how many rows come along nor on the instruction set.
 #![allow(unsafe_code)]
 
-use std::marker::PhantomData;
-
 use half::bf16;
 use once_cell::sync::Lazy;
 
@@ -43,9 +41,12 @@ mod sealed {
     }
 }
 
-/// The instruction set in use, found once.
+/// An instruction set that this machine was found to have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Isa {
+pub(super) struct Isa(Set);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Set {
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -67,24 +68,24 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         {
             if is_x86_feature_detected!("avx512f") {
-                found.push(Self::Avx512);
+                found.push(Self(Set::Avx512));
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                found.push(Self::Avx2);
+                found.push(Self(Set::Avx2));
             }
         }
-        found.push(Self::Portable);
+        found.push(Self(Set::Portable));
         found
     }
 
     /// Rows that one pass of the inner loop takes: as many as the registers hold accumulators for.
     const fn max_group(self) -> usize {
-        match self {
+        match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => 8,
+            Set::Avx512 => 8,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => 3,
-            Self::Portable => 2,
+            Set::Avx2 => 3,
+            Set::Portable => 2,
         }
     }
 }
@@ -202,74 +203,6 @@ fn fetch(line: *const u8) {
     let _ = line;
 }
 
-/// A `[rows, width]` matrix that threads write panel by panel: no two panels share a column.
-pub(super) struct Columns<'a> {
-    start: *mut f32,
-    num_rows: usize,
-    width: usize,
-    matrix: PhantomData<&'a mut [f32]>,
-}
-
-// SAFETY: `store` writes only the columns of its panel, and its callers give each panel to one thread.
-unsafe impl Sync for Columns<'_> {}
-
-impl<'a> Columns<'a> {
-    pub(super) fn new(matrix: &'a mut [f32], width: usize) -> Self {
-        let num_rows = matrix.len() / width;
-        Self { start: matrix.as_mut_ptr(), num_rows, width, matrix: PhantomData }
-    }
-
-    /// Writes a panel's accumulators to its columns; those past the matrix's width are dropped.
-    ///
-    /// Threads may call this at the same time for different panels only (see `Team::run`, which hands out
-    /// every task once).
-    pub(super) fn store(&self, panel: usize, acc: &[Lanes]) {
-        let first = panel * PANEL;
-        assert!(acc.len() == self.num_rows && first < self.width);
-        let count = PANEL.min(self.width - first);
-        for (row, lanes) in acc.iter().enumerate() {
-            // SAFETY: rows and columns are inside the borrowed matrix by the assertion; no other thread
-            // writes these columns, as the doc comment asks of the callers in this crate.
-            unsafe {
-                let to = self.start.add(row * self.width + first);
-                match count {
-                    PANEL => *to.cast::<Lanes>() = *lanes, // two stores instead of a call
-                    _ => std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, count),
-                }
-            }
-        }
-    }
-}
-
-/// A slice that tasks write in equal parts, one task a part.
-pub(super) struct Parts<'a> {
-    start: *mut f32,
-    num_parts: usize,
-    part_len: usize,
-    slice: PhantomData<&'a mut [f32]>,
-}
-
-// SAFETY: `with` gives out a part only, and its callers ask for each part from one task.
-unsafe impl Sync for Parts<'_> {}
-
-impl<'a> Parts<'a> {
-    pub(super) fn new(slice: &'a mut [f32], part_len: usize) -> Self {
-        let num_parts = slice.len() / part_len;
-        Self { start: slice.as_mut_ptr(), num_parts, part_len, slice: PhantomData }
-    }
-
-    /// Lends a part. Tasks may call this at the same time for different parts only (`Team::run` hands out
-    /// every task once).
-    pub(super) fn with<R>(&self, part: usize, use_part: impl FnOnce(&mut [f32]) -> R) -> R {
-        assert!(part < self.num_parts);
-        // SAFETY: inside the borrowed slice by the assertion; no other task has this part, as the doc
-        // comment asks of the callers in this crate.
-        let part =
-            unsafe { std::slice::from_raw_parts_mut(self.start.add(part * self.part_len), self.part_len) };
-        use_part(part)
-    }
-}
-
 /// 32 accumulators in registers.
 trait Registers<W>: Copy {
     /// # Safety
@@ -314,12 +247,12 @@ unsafe fn rows<W, V: Registers<W>, const R: usize>(args: Args<W>) {
 unsafe fn dispatch<W: Weight>(isa: Isa, rows: usize, args: Args<W>) {
     // SAFETY: passed on.
     unsafe {
-        match isa {
+        match isa.0 {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => x86::avx512(rows, args),
+            Set::Avx512 => x86::avx512(rows, args),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => x86::avx2(rows, args),
-            Isa::Portable => portable(rows, args),
+            Set::Avx2 => x86::avx2(rows, args),
+            Set::Portable => portable(rows, args),
         }
     }
 }

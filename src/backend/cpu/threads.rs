@@ -13,7 +13,11 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::simd::{Lanes, PANEL};
 use crate::error::{Error, Result};
+
+/// Rows of a matrix that [`Team::run_panels`] fills at once.
+pub(super) const MAX_ROWS: usize = 64;
 
 /// How long an idle member spins: longer than the gaps inside a forward pass and between two of them,
 /// short enough that an idle engine uses no processor.
@@ -123,13 +127,14 @@ impl Team {
         self.members.len() + 1
     }
 
-    /// Runs `action(task)` once for each task below `num_tasks` (less than 2^32), on all threads, and returns
-    /// when all are done. Tasks of a thread are neighbours and come in order, but for the last few, which
+    /// Runs `action(task)` once for each task below `num_tasks` (less than 2^32 - 1), on all threads, and
+    /// returns when all are done. Tasks of a thread are neighbours and come in order, but for the last few, which
     /// whoever is idle takes. Must not be called from inside an action.
     ///
     /// # Panics
     /// If an action does.
     pub(super) fn run(&self, num_tasks: usize, action: &(dyn Fn(usize) + Sync)) {
+        assert!(num_tasks < u32::MAX as usize, "a share packs task numbers in 32 bits");
         if num_tasks <= 1 || self.members.is_empty() {
             return (0..num_tasks).for_each(action);
         }
@@ -156,12 +161,83 @@ impl Team {
         }
         let own = panic::catch_unwind(AssertUnwindSafe(|| shared.take_tasks(0, action)));
         spin_until(Duration::MAX, || shared.num_busy.load(Ordering::Acquire) == 0);
-        drop(turn);
         let theirs = shared.panicked.swap(false, Ordering::Relaxed);
+        drop(turn);
         if let Err(payload) = own {
             panic::resume_unwind(payload);
         }
         assert!(!theirs, "a task of the CPU backend panicked; its message is above");
+    }
+}
+
+/// Memory that tasks write in places of their own.
+struct Shareable(*mut f32);
+
+// SAFETY: only `run_parts` and `run_panels` use it, and each says why no two tasks meet.
+unsafe impl Sync for Shareable {}
+
+impl Shareable {
+    /// The address; by a method, so that closures capture the whole.
+    fn start(&self) -> *mut f32 {
+        self.0
+    }
+}
+
+impl Team {
+    /// Runs `action(i, part)` for each part of `part_len` elements of a slice; what is left over is not used.
+    pub(super) fn run_parts(
+        &self,
+        slice: &mut [f32],
+        part_len: usize,
+        action: &(dyn Fn(usize, &mut [f32]) + Sync),
+    ) {
+        let num_parts = slice.len() / part_len;
+        let memory = Shareable(slice.as_mut_ptr());
+        self.run(num_parts, &|part| {
+            // SAFETY: part `part` lies inside the borrowed slice, parts don't overlap, and `run` gives each
+            // task number out once.
+            let part_slice =
+                unsafe { std::slice::from_raw_parts_mut(memory.start().add(part * part_len), part_len) };
+            action(part, part_slice);
+        });
+    }
+
+    /// Fills a `[rows, width]` matrix panel by panel of columns: `action(panel, lanes)` adds to the `[rows]`
+    /// lanes of a panel, which start at zero. Each thread has one run of panels, in order, since it prefetches
+    /// from one to the next.
+    pub(super) fn run_panels(
+        &self,
+        matrix: &mut [f32],
+        width: usize,
+        action: &(dyn Fn(usize, &mut [Lanes]) + Sync),
+    ) {
+        let num_rows = matrix.len() / width;
+        assert!(num_rows <= MAX_ROWS);
+        let num_panels = width.div_ceil(PANEL);
+        let num_runs = self.num_threads().min(num_panels);
+        let bound = |run: usize| num_panels * run / num_runs;
+        let memory = Shareable(matrix.as_mut_ptr());
+        self.run(num_runs, &|run| {
+            let mut lanes = [[0.0; PANEL]; MAX_ROWS];
+            let lanes = &mut lanes[..num_rows];
+            for panel in bound(run)..bound(run + 1) {
+                lanes.fill([0.0; PANEL]);
+                action(panel, lanes);
+                let first = panel * PANEL;
+                let count = PANEL.min(width - first);
+                for (row, lanes) in lanes.iter().enumerate() {
+                    // SAFETY: `row` and `first..first + count` are inside the borrowed matrix; panels don't
+                    // share columns, runs don't share panels, and `run` gives each run out once.
+                    unsafe {
+                        let to = memory.start().add(row * width + first);
+                        match count {
+                            PANEL => *to.cast::<Lanes>() = *lanes, // two stores instead of a call
+                            _ => std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, count),
+                        }
+                    }
+                }
+            }
+        });
     }
 }
 
