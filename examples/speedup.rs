@@ -3,6 +3,7 @@
 //! `serve.rs` to see how eagle-verify is embedded.
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use clap::{Parser, ValueEnum};
@@ -106,8 +107,17 @@ impl Options {
     }
 }
 
-fn main() -> Result<()> {
-    let options = Options::parse();
+fn main() -> ExitCode {
+    match run(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: &Options) -> Result<()> {
     ensure!(options.batch > 0, "--batch must be at least 1");
     ensure!(options.max_new_tokens > 0, "--max-new-tokens must be at least 1");
     let budgets = options.budgets()?;
@@ -119,7 +129,7 @@ fn main() -> Result<()> {
     target.capture(&head.config().feature_layers);
     let config = SpeculatorConfig { max_requests: options.batch, max_len };
     let mut speculator = Speculator::new(cpu.clone(), &head, Some(target.embedding()), config)?;
-    let prompts = load_prompts(&options, &target)?;
+    let prompts = load_prompts(options, &target)?;
 
     // Groups of prompts: each mode decodes a group before the next group starts.
     let group = if options.batch == 1 { 1 } else { 4 * options.batch };
