@@ -43,10 +43,12 @@
 extern crate self as eagle_verify;
 
 pub mod backend;
+pub mod comm;
 mod draft;
+mod element;
 mod error;
 mod kv;
-mod norm;
+pub mod norm;
 pub mod sampling;
 mod speculator;
 mod stats;
@@ -55,6 +57,7 @@ mod verify;
 
 pub use backend::Backend;
 pub use draft::{DraftBudget, DraftVocab, Eagle3Checkpoint, Eagle3Config, TargetShape};
+pub use element::Element;
 pub use error::{Error, ErrorKind, Result};
 pub use kv::{CommitPlan, Lease, PagePool, PageTable, RowMove};
 pub use norm::RmsNorm;

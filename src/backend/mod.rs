@@ -4,6 +4,8 @@
 //! there is no global default.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint};
 use crate::error::Result;

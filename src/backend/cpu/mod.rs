@@ -6,6 +6,7 @@
 mod attention;
 #[cfg(test)]
 mod golden;
+mod group;
 mod head;
 mod linear;
 mod ops;

@@ -293,7 +293,7 @@ impl Shared {
 }
 
 /// Waits without sleeping until `is_over`, for `limit` at most. Says whether it is over.
-fn spin_until(limit: Duration, is_over: impl Fn() -> bool) -> bool {
+pub(super) fn spin_until(limit: Duration, is_over: impl Fn() -> bool) -> bool {
     let started = Instant::now();
     loop {
         for _ in 0..32 {

@@ -1,0 +1,93 @@
+/* What Rust hands to the kernels: `src/backend/cuda/launch.rs` mirrors every struct here, and both sides pin
+   every offset. Device addresses are uint64_t, 0 where absent. */
+#ifndef EAGLE_VERIFY_ABI_H
+#define EAGLE_VERIFY_ABI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+  EV_MAX_WORLD = 8,
+
+  /* EvAllReduceNorm.flags */
+  EV_NORM = 1,            /* add the residual and normalise; else the plain sum goes to `output` */
+  EV_WEIGHT_PLUS_ONE = 2, /* scale by 1 + weight */
+  EV_FP8_STATIC = 4,      /* `quantized` = output / static_scale */
+  EV_FP8_PER_ROW = 8,     /* `quantized` = output / scales[row] */
+
+  /* EvAllReduceNorm.algorithm, as carried by the tags */
+  EV_ONE_SHOT = 0,
+  EV_TWO_SHOT = 1,
+  EV_HIERARCHICAL = 2,
+
+  /* The code of a fault record */
+  EV_FAULT_TIMEOUT = 1,  /* a peer did not send in time */
+  EV_FAULT_MISMATCH = 2, /* a peer made another call */
+  EV_FAULT_ABORTED = 3,  /* a peer gave up; the record names the one it gave up on */
+
+  /* Phases of a call, in order. A wait of phase p may take (4 + p) / 8 of the limit: the rank that waits for
+     the culprit itself gives up first, and its abort names the culprit to those who wait for its results. */
+  EV_PHASE_TAGS = 0,
+  EV_PHASE_PARTIALS = 1,
+  EV_PHASE_ISLANDS = 2,
+  EV_PHASE_RESULTS = 3,
+
+  /* The byte offset of the tags in a slab. The abort word is at 0. */
+  EV_TAGS_OFFSET = 256
+};
+
+/* One call of one rank: see comm/PROTOCOL.md. */
+typedef struct EvAllReduceNorm {
+  uint64_t slabs[EV_MAX_WORLD]; /* every rank's slab as mapped here */
+  uint64_t partial;             /* [rows, hidden] */
+  uint64_t residual;            /* [rows, hidden], updated */
+  uint64_t weight;              /* [hidden] */
+  uint64_t output;              /* [rows, hidden] */
+  uint64_t quantized;           /* [rows, hidden] of E4M3 */
+  uint64_t scales;              /* [rows] of float, written */
+  uint64_t epochs;              /* uint32_t[max_blocks] in this rank's memory: each block's number of calls */
+  uint64_t fault;               /* uint64_t[2] in host memory: the record, and for a mismatch both tags */
+  uint64_t packs_offset;        /* of uint4[2][max_blocks * block_packs] in a slab */
+  uint64_t escapes_offset;      /* of uint32_t[2][max_blocks * block_packs] in a slab */
+  uint64_t wait_limit_ns;
+  uint32_t rank;
+  uint32_t rows;
+  uint32_t hidden;
+  uint32_t warps_per_group;
+  uint32_t max_blocks;
+  uint32_t block_rows;  /* ceil(rows / blocks of this call) */
+  uint32_t block_packs; /* places for packs that each block has in a slot */
+  uint32_t flags;
+  float epsilon;
+  float static_scale;
+} EvAllReduceNorm;
+
+#ifdef __cplusplus
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvAllReduceNorm, field) == (offset), #field)
+EV_OFFSET(slabs, 0);
+EV_OFFSET(partial, 64);
+EV_OFFSET(residual, 72);
+EV_OFFSET(weight, 80);
+EV_OFFSET(output, 88);
+EV_OFFSET(quantized, 96);
+EV_OFFSET(scales, 104);
+EV_OFFSET(epochs, 112);
+EV_OFFSET(fault, 120);
+EV_OFFSET(packs_offset, 128);
+EV_OFFSET(escapes_offset, 136);
+EV_OFFSET(wait_limit_ns, 144);
+EV_OFFSET(rank, 152);
+EV_OFFSET(rows, 156);
+EV_OFFSET(hidden, 160);
+EV_OFFSET(warps_per_group, 164);
+EV_OFFSET(max_blocks, 168);
+EV_OFFSET(block_rows, 172);
+EV_OFFSET(block_packs, 176);
+EV_OFFSET(flags, 180);
+EV_OFFSET(epsilon, 184);
+EV_OFFSET(static_scale, 188);
+static_assert(sizeof(EvAllReduceNorm) == 192, "size");
+#undef EV_OFFSET
+#endif
+
+#endif

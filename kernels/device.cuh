@@ -1,0 +1,138 @@
+// The only header that knows nvcc from the emulator, and the only place with inline PTX. Each wrapper is named
+// for what its caller may rely on.
+//
+// Kernel sources keep four rules: they include nothing but this folder's headers; shared memory is declared
+// by EV_SHARED and EV_DYNAMIC_SHARED; memory that another block, device or the host touches while the kernel
+// runs is accessed by the wrappers here alone; EV_KERNEL follows each kernel.
+#pragma once
+
+#include "abi.h"
+
+#ifdef __CUDACC__
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#define EV_DEVICE __device__ __forceinline__
+#define EV_SHARED(type, name, ...) __shared__ __align__(16) type name __VA_ARGS__
+#define EV_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#define EV_KERNEL(name)
+
+namespace ev {
+
+// Between two looks at the clock a thread polls so many times.
+constexpr uint32_t kPollsPerCheck = 256;
+
+/// 16 bytes that any device may be writing. Each 4-byte word is whole, the four are not ordered.
+EV_DEVICE uint4 load_relaxed_sys(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+/// 16 bytes to any device. Each 4-byte word arrives whole, in no order, some time before the kernel ends.
+EV_DEVICE void store_relaxed_sys(uint4* to, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
+/// A word that any device may be writing.
+EV_DEVICE uint32_t load_relaxed_sys(const uint32_t* from) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+/// A word to any device.
+EV_DEVICE void store_relaxed_sys(uint32_t* to, uint32_t v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+
+/// Eight bytes, whole, of host memory.
+EV_DEVICE uint64_t load_relaxed_sys(const uint64_t* from) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+
+/// Eight bytes, whole, to host memory.
+EV_DEVICE void store_relaxed_sys(uint64_t* to, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+}
+
+/// Nanoseconds on a clock that all blocks of a device share.
+EV_DEVICE uint64_t clock_ns() {
+  uint64_t v;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v)::"memory");
+  return v;
+}
+
+EV_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+EV_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+
+/// Two floats rounded to bf16, nearest, ties to even, NaN 0x7FFF; `low` in the low half.
+EV_DEVICE uint32_t floats_to_bf16x2(float low, float high) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+/// As `floats_to_bf16x2`, to f16.
+EV_DEVICE uint32_t floats_to_f16x2(float low, float high) {
+  const __half2 v = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+EV_DEVICE float2 f16x2_to_floats(uint32_t bits) {
+  return make_float2(__half2float(__ushort_as_half(bits & 0xFFFF)), __half2float(__ushort_as_half(bits >> 16)));
+}
+
+/// Two floats rounded to E4M3, ties to even, saturating at 448, NaN 0x7F; `low` in the low byte.
+EV_DEVICE uint32_t floats_to_e4m3x2(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+}  // namespace ev
+
+#else  // the emulator
+
+#include "emulator_device.h"
+
+#define EV_DEVICE inline
+#define EV_SHARED KSHARED
+#define EV_DYNAMIC_SHARED KSHARED_DYN
+#define EV_KERNEL KERNEL_ENTRY
+
+namespace ev {
+
+// A thread that polls in vain is parked, so it must look at the clock each time.
+constexpr uint32_t kPollsPerCheck = 1;
+
+template <class T> T load_relaxed_sys(const T* from) { return emu::load(from, emu::RLX, emu::SYS); }
+template <class T> void store_relaxed_sys(T* to, T v) { emu::store(to, v, emu::RLX, emu::SYS); }
+
+EV_DEVICE uint64_t clock_ns() { return emu::emu_clock(); }
+
+EV_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+EV_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+
+EV_DEVICE uint32_t floats_to_bf16x2(float low, float high) {
+  return float_to_bf16_bits(low) | uint32_t(float_to_bf16_bits(high)) << 16;
+}
+EV_DEVICE uint32_t floats_to_f16x2(float low, float high) {
+  return float_to_half_bits(low) | uint32_t(float_to_half_bits(high)) << 16;
+}
+EV_DEVICE float2 f16x2_to_floats(uint32_t bits) {
+  return make_float2(half_bits_to_float(bits & 0xFFFF), half_bits_to_float(bits >> 16));
+}
+EV_DEVICE uint32_t floats_to_e4m3x2(float low, float high) {
+  return float_to_e4m3_bits(low) | uint32_t(float_to_e4m3_bits(high)) << 8;
+}
+
+}  // namespace ev
+
+#endif

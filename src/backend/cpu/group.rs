@@ -1,0 +1,389 @@
+//! Ranks as threads of one process: the collective in shared memory. No locks, no allocation in a call.
+//!
+//! Each rank has a slab that it alone writes and all read. A call has two phases: every rank posts the partial's
+//! columns that others own; then every rank reduces the columns it owns, with the residual, and posts them. A
+//! post is a release store of the call's number, so what was written before it is seen by those who acquire
+//! it. Slots alternate between calls. A rank writes a slot of call n again in call n + 2, after it saw all posts
+//! of call n + 1; those came after their ranks had finished with call n. So two slots suffice.
+#![allow(unsafe_code)]
+
+use std::cell::UnsafeCell;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytemuck::Pod;
+use multiversion::multiversion;
+
+use super::Cpu;
+use super::threads::spin_until;
+use crate::comm::plan::{Rank, Shape};
+use crate::comm::{Call, Cause, GroupBackend, GroupConfig, Quantized, Rendezvous, Tag, sealed};
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::norm::{RmsNorm, quantize, row_scale};
+
+const PHASES: [&str; 2] = ["its partial", "its results"];
+
+/// One rank's memory that its peers read.
+#[derive(Debug)]
+struct Slab<T> {
+    partials: Cells<T>,
+    results: Cells<T>,
+    /// The number of the last call that reached the end of a phase, and the call's tag.
+    posts: [Post; 2],
+    /// 1 + the rank that the group was given up on; 0 while all is well. Written by anyone.
+    abort: Post,
+}
+
+/// On a cache line pair of its own: its poller shall not be disturbed.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Post(AtomicU64);
+
+/// `[2 slots][max_rows, hidden]`, written by one thread and read by others.
+#[derive(Debug)]
+struct Cells<T>(Box<[UnsafeCell<T>]>);
+
+// SAFETY: every access is through `read` and `write`, whose callers keep writers and readers apart by posts.
+unsafe impl<T: Send + Sync> Sync for Cells<T> {}
+
+impl<T: Element> Cells<T> {
+    fn new(len: usize) -> Self {
+        Self((0..len).map(|_| UnsafeCell::new(T::zeroed())).collect())
+    }
+
+    /// # Safety
+    /// Nobody writes these places while the slice lives.
+    unsafe fn read(&self, at: Range<usize>) -> &[T] {
+        let cells = &self.0[at];
+        // SAFETY: `UnsafeCell<T>` has T's layout; that there is no writer is the caller's obligation.
+        unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) }
+    }
+
+    /// # Safety
+    /// Nobody else reads or writes these places while the slice lives.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn write(&self, at: Range<usize>) -> &mut [T] {
+        let cells = &self.0[at];
+        // SAFETY: as above; a pointer from `UnsafeCell` may be written through.
+        unsafe { std::slice::from_raw_parts_mut(cells.as_ptr().cast_mut().cast(), cells.len()) }
+    }
+}
+
+/// One rank's part of a group.
+#[derive(Debug)]
+pub struct Member<T: Element> {
+    rank: usize,
+    shape: Shape,
+    time_limit: Duration,
+    slabs: Vec<Arc<Slab<T>>>,
+    epoch: u32,
+    fault: Option<Error>,
+    /// A row in f32.
+    row: Vec<f32>,
+    /// A row's output, where only its quantisation is wanted.
+    output: Vec<T>,
+}
+
+impl sealed::Sealed for Cpu {}
+
+impl GroupBackend for Cpu {
+    type Slice<'a, T: Pod> = &'a [T];
+    type SliceMut<'a, T: Pod> = &'a mut [T];
+    type Member<T: Element> = Member<T>;
+
+    fn join<T: Element>(
+        &self,
+        rendezvous: &Rendezvous,
+        rank: Rank,
+        shape: Shape,
+        config: &GroupConfig,
+    ) -> Result<Member<T>> {
+        let len = if shape.world.get() == 1 { 0 } else { 2 * shape.max_rows * shape.hidden };
+        let slab = Slab {
+            partials: Cells::new(len),
+            results: Cells::new(len),
+            posts: [0, 1].map(|_| Post(AtomicU64::new(post(config.first_epoch, Tag(0))))),
+            abort: Post::default(),
+        };
+        let slabs = rendezvous.exchange(rank, 1, Ok(slab))?;
+        Ok(Member {
+            rank: rank.index(),
+            shape,
+            time_limit: config.time_limit,
+            slabs,
+            epoch: config.first_epoch,
+            fault: None,
+            row: vec![0.0; shape.hidden],
+            output: vec![T::zeroed(); shape.hidden],
+        })
+    }
+
+    fn len<T: Pod>(slice: &[T]) -> usize {
+        slice.len()
+    }
+
+    fn len_mut<T: Pod>(slice: &&mut [T]) -> usize {
+        slice.len()
+    }
+
+    fn reduce<T: Element>(member: &mut Member<T>, mut call: Call<'_, Self, T>) -> Result<()> {
+        let outcome = member.reduce(&mut call);
+        if let Err(error) = &outcome {
+            member.fault.get_or_insert_with(|| error.clone());
+            poison(call);
+        }
+        outcome
+    }
+
+    fn check<T: Element>(member: &Member<T>) -> Result<()> {
+        member.fault.clone().map_or(Ok(()), Err)
+    }
+}
+
+const fn post(epoch: u32, tag: Tag) -> u64 {
+    (epoch as u64) << 32 | tag.0 as u64
+}
+
+impl<T: Element> Member<T> {
+    fn reduce(&mut self, call: &mut Call<'_, Cpu, T>) -> Result<()> {
+        Cpu::check(self).and_then(|()| self.is_aborted(PHASES[0]))?;
+        self.epoch = self.epoch.wrapping_add(1);
+        let tag = Tag(u32::from(call.norm.is_some()) << 24 | call.rows as u32);
+        self.send_partial(call);
+        self.post(0, tag);
+        self.wait_for_all(0, tag)?;
+        self.reduce_owned_columns(call);
+        self.post(1, tag);
+        self.wait_for_all(1, tag)?;
+        self.finish_rows(call);
+        Ok(())
+    }
+
+    /// The columns that a rank reduces. A row's whole length is split, not the rows: also one row is shared.
+    fn owned(&self, rank: usize) -> Range<usize> {
+        let width = self.shape.hidden / self.slabs.len();
+        rank * width..(rank + 1) * width
+    }
+
+    fn place(&self, row: usize, columns: &Range<usize>) -> Range<usize> {
+        let slot = self.epoch as usize % 2 * self.shape.max_rows;
+        let start = (slot + row) * self.shape.hidden;
+        start + columns.start..start + columns.end
+    }
+
+    fn send_partial(&self, call: &Call<'_, Cpu, T>) {
+        if self.slabs.len() == 1 {
+            return;
+        }
+        let own = self.owned(self.rank);
+        for (row, partial) in call.partial.chunks_exact(self.shape.hidden).enumerate() {
+            for columns in [0..own.start, own.end..self.shape.hidden] {
+                // SAFETY: only this rank writes its partials, and its peers are done with this slot.
+                let to = unsafe { self.slabs[self.rank].partials.write(self.place(row, &columns)) };
+                to.copy_from_slice(&partial[columns]);
+            }
+        }
+    }
+
+    fn reduce_owned_columns(&self, call: &mut Call<'_, Cpu, T>) {
+        let (hidden, own) = (self.shape.hidden, self.owned(self.rank));
+        for row in 0..call.rows {
+            let in_row = row * hidden + own.start..row * hidden + own.end;
+            let mut partials: [&[T]; 8] = [&[]; 8];
+            for (rank, (partial, slab)) in partials.iter_mut().zip(&self.slabs).enumerate() {
+                *partial = match rank == self.rank {
+                    true => &call.partial[in_row.clone()],
+                    // SAFETY: `rank` posted its partial of this call, and will not write this slot before this
+                    // rank has posted again.
+                    false => unsafe { slab.partials.read(self.place(row, &own)) },
+                };
+            }
+            let partials = &partials[..self.slabs.len()];
+            let result = match (&mut call.norm, &mut call.output) {
+                (Some(norm), _) => {
+                    let residual = &mut norm.residual[in_row];
+                    add_ranks(partials, residual);
+                    residual
+                }
+                (None, Some(output)) => {
+                    let output = &mut output[in_row];
+                    add_ranks_into(partials, output);
+                    output
+                }
+                (None, None) => return,
+            };
+            if self.slabs.len() > 1 {
+                // SAFETY: only this rank writes its results, and its peers are done with this slot.
+                let to = unsafe { self.slabs[self.rank].results.write(self.place(row, &own)) };
+                to.copy_from_slice(result);
+            }
+        }
+    }
+
+    fn finish_rows(&mut self, call: &mut Call<'_, Cpu, T>) {
+        let hidden = self.shape.hidden;
+        for row in 0..call.rows {
+            let in_row = row * hidden..(row + 1) * hidden;
+            let sum = match (&mut call.norm, &mut call.output) {
+                (Some(norm), _) => &mut norm.residual[in_row.clone()],
+                (None, Some(output)) => &mut output[in_row.clone()],
+                (None, None) => return,
+            };
+            for (rank, slab) in self.slabs.iter().enumerate().filter(|(rank, _)| *rank != self.rank) {
+                let columns = self.owned(rank);
+                // SAFETY: `rank` posted its results of this call, and will not write this slot before this
+                // rank has posted again.
+                let from = unsafe { slab.results.read(self.place(row, &columns)) };
+                sum[columns].copy_from_slice(from);
+            }
+            let Some(inputs) = &call.norm else { continue };
+            let output = match &mut call.output {
+                Some(output) => &mut output[in_row.clone()],
+                None => &mut self.output,
+            };
+            normalise(&inputs.norm, &inputs.residual[in_row.clone()], inputs.weight, &mut self.row, output);
+            match &mut call.quantized {
+                Some(Quantized::Static { values, scale }) => quantize_fast(output, *scale, &mut values[in_row]),
+                Some(Quantized::PerRow { values, scales }) => {
+                    scales[row] = row_scale(output);
+                    quantize_fast(output, scales[row], &mut values[in_row]);
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn post(&self, phase: usize, tag: Tag) {
+        self.slabs[self.rank].posts[phase].0.store(post(self.epoch, tag), Ordering::Release);
+    }
+
+    fn wait_for_all(&self, phase: usize, tag: Tag) -> Result<()> {
+        (0..self.slabs.len()).filter(|rank| *rank != self.rank).try_for_each(|peer| {
+            let mut seen = 0;
+            let wanted = post(self.epoch, tag);
+            let arrived = || {
+                let value = self.slabs[peer].posts[phase].0.load(Ordering::Acquire);
+                (value >> 32) as u32 == self.epoch || self.slabs[self.rank].abort.0.load(Ordering::Relaxed) != 0
+            };
+            let in_time = spin_until(self.time_limit, arrived);
+            if in_time {
+                seen = self.slabs[peer].posts[phase].0.load(Ordering::Acquire);
+            }
+            if seen == wanted {
+                return Ok(());
+            }
+            let cause = if (seen >> 32) as u32 == self.epoch {
+                Cause::Mismatch { own: tag, peer: Tag(seen as u32) }
+            } else {
+                self.is_aborted(PHASES[phase])?;
+                Cause::Timeout
+            };
+            Err(self.give_up(cause, peer, PHASES[phase]))
+        })
+    }
+
+    /// Tells all ranks of a lost peer, and makes the error. A mismatch they all see for themselves, and this
+    /// rank may be the odd one.
+    fn give_up(&self, cause: Cause, peer: usize, phase: &str) -> Error {
+        if cause == Cause::Timeout {
+            for slab in &self.slabs {
+                slab.abort.0.store(1 + peer as u64, Ordering::Relaxed);
+            }
+        }
+        cause.error(self.rank, peer, phase, self.epoch, self.time_limit)
+    }
+
+    fn is_aborted(&self, phase: &str) -> Result<()> {
+        match self.slabs[self.rank].abort.0.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            peer => Err(Cause::Aborted.error(self.rank, peer as usize - 1, phase, self.epoch, self.time_limit)),
+        }
+    }
+}
+
+/// NaN wherever a result was promised.
+fn poison<T: Element>(call: Call<'_, Cpu, T>) {
+    let nan = T::from_f32(f32::NAN);
+    if let Some(norm) = call.norm {
+        norm.residual.fill(nan);
+    }
+    if let Some(output) = call.output {
+        output.fill(nan);
+    }
+    match call.quantized {
+        Some(Quantized::Static { values, .. }) => values.fill(0x7F),
+        Some(Quantized::PerRow { values, scales }) => {
+            values.fill(0x7F);
+            scales.fill(f32::NAN);
+        }
+        None => {}
+    }
+}
+
+/// Elements that are summed at a time: the sums stay in registers.
+const BLOCK: usize = 64;
+
+/// `residual = round(residual + sum of ranks)`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn add_ranks<T: Element>(partials: &[&[T]], residual: &mut [T]) {
+    for (i, residual) in residual.chunks_mut(BLOCK).enumerate() {
+        let sum = sum_block(partials, i * BLOCK, residual.len());
+        for (residual, sum) in residual.iter_mut().zip(&sum) {
+            *residual = T::from_f32(residual.to_f32() + sum);
+        }
+    }
+}
+
+/// `output = round(sum of ranks)`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn add_ranks_into<T: Element>(partials: &[&[T]], output: &mut [T]) {
+    for (i, output) in output.chunks_mut(BLOCK).enumerate() {
+        let sum = sum_block(partials, i * BLOCK, output.len());
+        for (output, sum) in output.iter_mut().zip(&sum) {
+            *output = T::from_f32(*sum);
+        }
+    }
+}
+
+/// The canonical sum of up to `BLOCK` places.
+#[inline(always)]
+fn sum_block<T: Element>(partials: &[&[T]], start: usize, len: usize) -> [f32; BLOCK] {
+    #[inline(always)]
+    fn chain<T: Element>(partials: &[&[T]], start: usize, len: usize) -> [f32; BLOCK] {
+        let mut sum = [0.0; BLOCK];
+        for (rank, partial) in partials.iter().enumerate() {
+            for (sum, value) in sum.iter_mut().zip(&partial[start..start + len]) {
+                *sum = if rank == 0 { value.to_f32() } else { *sum + value.to_f32() };
+            }
+        }
+        sum
+    }
+    let (lower, upper) = partials.split_at(partials.len().min(4));
+    let mut sum = chain(lower, start, len);
+    if !upper.is_empty() {
+        for (sum, upper) in sum.iter_mut().zip(&chain(upper, start, len)) {
+            *sum += upper;
+        }
+    }
+    sum
+}
+
+/// One row of `output = norm(h) * weight`; `row` is scratch.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn normalise<T: Element>(norm: &RmsNorm, h: &[T], weight: &[T], row: &mut [f32], output: &mut [T]) {
+    for (row, h) in row.iter_mut().zip(h) {
+        *row = h.to_f32();
+    }
+    let scale = norm.scale(row);
+    for ((output, row), weight) in output.iter_mut().zip(row.iter()).zip(weight) {
+        *output = T::from_f32(row * scale * norm.factor(weight.to_f32()));
+    }
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn quantize_fast<T: Element>(values: &[T], scale: f32, quantized: &mut [u8]) {
+    quantize(values, scale, quantized);
+}

@@ -1,0 +1,234 @@
+//! Ranks as devices that map each other's memory, one thread each; or several ranks on one device.
+
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use cudarc::driver::result;
+
+use super::context::{ContextHandle, Cuda, DeviceSlice, DeviceSliceMut, HostWords, Memory, StreamId};
+use super::launch::{
+    AllReduceKernels, AllReduceNorm, FP8_PER_ROW, FP8_STATIC, FaultRecord, NORM, WEIGHT_PLUS_ONE,
+};
+use crate::comm::plan::{Geometry, Rank, Shape};
+use crate::comm::{Call, GroupBackend, GroupConfig, Quantized, Rendezvous, sealed};
+use crate::element::Element;
+use crate::error::{Error, Result};
+
+/// One rank's part of a group.
+#[derive(Debug)]
+pub struct Member {
+    // Fields drop in this order: first the stream is idle, then memory goes.
+    epochs: Memory,
+    fault: HostWords<2>,
+    slabs: Vec<Arc<Memory>>,
+    cuda: Cuda,
+    kernels: AllReduceKernels,
+    shape: Shape,
+    geometry: Geometry,
+    config: GroupConfig,
+    /// What all calls have in common.
+    arguments: AllReduceNorm,
+}
+
+/// What a rank tells the others first.
+#[derive(Clone, Copy)]
+struct Device {
+    ordinal: usize,
+    context: ContextHandle,
+    /// Blocks of a group's kernels that can be resident at the same time.
+    resident_blocks: usize,
+}
+
+impl sealed::Sealed for Cuda {}
+
+impl GroupBackend for Cuda {
+    type Slice<'a, T: Pod> = DeviceSlice<'a, T>;
+    type SliceMut<'a, T: Pod> = DeviceSliceMut<'a, T>;
+    type Member<T: Element> = Member;
+
+    fn join<T: Element>(
+        &self,
+        rendezvous: &Rendezvous,
+        rank: Rank,
+        shape: Shape,
+        config: &GroupConfig,
+    ) -> Result<Member> {
+        let prepared = AllReduceKernels::load::<T>(self, &shape)
+            .and_then(|kernels| Ok((self.describe(&kernels, &shape, config)?, kernels)));
+        let (device, kernels) = prepared.map_or_else(|error| (Err(error), None), |(d, k)| (Ok(d), Some(k)));
+        let devices = rendezvous.exchange(rank, 1, device)?;
+        let geometry = agree(&devices, &shape, config);
+
+        let allocated = geometry.and_then(|geometry| {
+            for device in &devices {
+                self.enable_peer(device.context, device.ordinal)?;
+            }
+            // All bits set is an empty slab, see PROTOCOL.md.
+            Ok((geometry, Memory::new(self, geometry.slab_bytes, 0xFF)?))
+        });
+        let (geometry, slab) = allocated.map_or_else(|error| (None, Err(error)), |(g, s)| (Some(g), Ok(s)));
+        let slabs = rendezvous.exchange(rank, 2, slab)?;
+
+        let own = geometry.zip(kernels).ok_or_else(|| Error::fault("group", "own memory", "none")).and_then(
+            |(geometry, kernels)| {
+                let mut epochs = self.alloc(geometry.max_blocks as usize)?;
+                self.write(&mut epochs, &vec![config.first_epoch; geometry.max_blocks as usize])?;
+                Ok((geometry, kernels, epochs.into_memory(), HostWords::new(self)?))
+            },
+        );
+        let (ready, own) = own.map_or_else(|error| (Err(error), None), |own| (Ok(()), Some(own)));
+        rendezvous.exchange(rank, 3, ready)?;
+        let (geometry, kernels, epochs, fault) =
+            own.ok_or_else(|| Error::fault("group", "own memory", "none"))?;
+
+        let mut arguments = AllReduceNorm {
+            epochs: epochs.address,
+            fault: fault.address,
+            packs_offset: geometry.packs_offset,
+            escapes_offset: geometry.escapes_offset,
+            wait_limit_ns: u64::try_from(config.time_limit.as_nanos()).unwrap_or(u64::MAX),
+            rank: rank.index() as u32,
+            hidden: shape.hidden as u32,
+            warps_per_group: geometry.warps_per_group,
+            max_blocks: geometry.max_blocks,
+            block_packs: geometry.block_packs,
+            ..AllReduceNorm::default()
+        };
+        for (address, slab) in arguments.slabs.iter_mut().zip(&slabs) {
+            *address = slab.address;
+        }
+        let cuda = self.clone();
+        Ok(Member { epochs, fault, slabs, cuda, kernels, shape, geometry, config: *config, arguments })
+    }
+
+    fn len<T: Pod>(slice: DeviceSlice<'_, T>) -> usize {
+        slice.len
+    }
+
+    fn len_mut<T: Pod>(slice: &DeviceSliceMut<'_, T>) -> usize {
+        slice.len
+    }
+
+    fn reduce<T: Element>(member: &mut Member, call: Call<'_, Self, T>) -> Result<()> {
+        <Self as GroupBackend>::check::<T>(member)?;
+        let mut arguments = member.arguments;
+        let mut ranges = Ranges { stream: member.cuda.stream_id(), used: Vec::new() };
+        arguments.rows = call.rows as u32;
+        arguments.partial = ranges.read("partial", call.partial, 16)?;
+        if let Some(inputs) = call.norm {
+            arguments.flags |= NORM | if inputs.norm.weight_is_plus_one() { WEIGHT_PLUS_ONE } else { 0 };
+            arguments.epsilon = inputs.norm.epsilon();
+            arguments.residual = ranges.write("residual", &inputs.residual, 16)?;
+            arguments.weight = ranges.read("norm weight", inputs.weight, 16)?;
+        }
+        if let Some(output) = &call.output {
+            arguments.output = ranges.write("output", output, 16)?;
+        }
+        match &call.quantized {
+            Some(Quantized::Static { values, scale }) => {
+                arguments.flags |= FP8_STATIC;
+                arguments.static_scale = *scale;
+                arguments.quantized = ranges.write("quantized output", values, 8)?;
+            }
+            Some(Quantized::PerRow { values, scales }) => {
+                arguments.flags |= FP8_PER_ROW;
+                arguments.quantized = ranges.write("quantized output", values, 8)?;
+                arguments.scales = ranges.write("scales", scales, 4)?;
+            }
+            None => {}
+        }
+        let geometry = &member.geometry;
+        let blocks = geometry.blocks(call.rows);
+        arguments.block_rows = arguments.rows.div_ceil(blocks);
+        let algorithm = member.shape.algorithm(call.rows);
+        member.kernels.launch(&member.cuda, algorithm, blocks, geometry.threads(), &mut arguments)
+    }
+
+    fn check<T: Element>(member: &Member) -> Result<()> {
+        match FaultRecord::read(member.fault.load()) {
+            None => Ok(()),
+            Some(FaultRecord { cause, rank, peer, phase, epoch }) => {
+                Err(cause.error(rank, peer, phase, epoch, member.config.time_limit))
+            }
+        }
+    }
+}
+
+impl Cuda {
+    fn describe(&self, kernels: &AllReduceKernels, shape: &Shape, config: &GroupConfig) -> Result<Device> {
+        let threads = Geometry::new(shape, config.max_blocks, config.max_warps_per_group).threads();
+        let mut per_multiprocessor = usize::MAX;
+        for kernel in kernels.all() {
+            // SAFETY: the kernel is loaded.
+            let blocks = unsafe {
+                let shared_bytes = shape.hidden * 2;
+                result::occupancy::max_active_block_per_multiprocessor(
+                    kernel.function,
+                    threads as i32,
+                    shared_bytes,
+                )
+            };
+            let blocks = self.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", blocks)?;
+            per_multiprocessor = per_multiprocessor.min(blocks as usize);
+        }
+        let resident_blocks = per_multiprocessor.saturating_mul(self.multiprocessors()?);
+        Ok(Device { ordinal: self.ordinal(), context: self.context(), resident_blocks })
+    }
+}
+
+/// The geometry that fits the smallest share of a device that any rank has: all its blocks are resident.
+fn agree(devices: &[Arc<Device>], shape: &Shape, config: &GroupConfig) -> Result<Geometry> {
+    let share = |device: &Device| {
+        let ranks = devices.iter().filter(|other| other.ordinal == device.ordinal).count();
+        device.resident_blocks / ranks
+    };
+    let smallest = devices.iter().map(|device| share(device)).min().unwrap_or(0);
+    if smallest == 0 {
+        let wanted = "room for a block of every rank";
+        return Err(Error::unsupported("devices of the group", wanted, "a device with less"));
+    }
+    Ok(Geometry::new(shape, smallest.min(config.max_blocks), config.max_warps_per_group))
+}
+
+/// The memory that a call uses: checked against each other.
+struct Ranges {
+    stream: StreamId,
+    used: Vec<(&'static str, u64, u64, bool)>,
+}
+
+impl Ranges {
+    fn read<T>(&mut self, name: &'static str, slice: DeviceSlice<'_, T>, alignment: u64) -> Result<u64> {
+        self.add::<T>(name, slice.stream, slice.address, slice.len, alignment, false)
+    }
+
+    fn write<T>(&mut self, name: &'static str, slice: &DeviceSliceMut<'_, T>, alignment: u64) -> Result<u64> {
+        self.add::<T>(name, slice.stream, slice.address, slice.len, alignment, true)
+    }
+
+    fn add<T>(
+        &mut self,
+        name: &'static str,
+        stream: StreamId,
+        start: u64,
+        len: usize,
+        alignment: u64,
+        written: bool,
+    ) -> Result<u64> {
+        if stream != self.stream {
+            return Err(Error::misuse(name, "memory of the `Cuda` that joined the group", "another's"));
+        }
+        if start == 0 || !start.is_multiple_of(alignment) {
+            let wanted = format!("an address that is a multiple of {alignment}");
+            return Err(Error::misuse(name, wanted, format!("{start:#x}")));
+        }
+        let end = start + (len * size_of::<T>()) as u64;
+        let overlaps = |(_, a, b, other_written): &&(&str, u64, u64, bool)| {
+            (written || *other_written) && start < *b && *a < end
+        };
+        if let Some((other, ..)) = self.used.iter().find(overlaps) {
+            return Err(Error::misuse(name, format!("memory apart from {other}"), "an overlap"));
+        }
+        self.used.push((name, start, end, written));
+        Ok(start)
+    }
+}

@@ -1,0 +1,161 @@
+//! The kernels' argument structs and instances, as `kernels/abi.h` and `kernels/*.cu` have them, and their launch.
+
+use std::ffi::c_void;
+use std::mem::offset_of;
+
+use cudarc::driver::result;
+
+use super::context::{Cuda, Kernel};
+use crate::comm::plan::{Algorithm, Shape};
+use crate::comm::{Cause, Tag};
+use crate::element::Element;
+use crate::error::Result;
+
+pub(super) const NORM: u32 = 1;
+pub(super) const WEIGHT_PLUS_ONE: u32 = 2;
+pub(super) const FP8_STATIC: u32 = 4;
+pub(super) const FP8_PER_ROW: u32 = 8;
+
+/// `EvAllReduceNorm`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct AllReduceNorm {
+    pub(super) slabs: [u64; 8],
+    pub(super) partial: u64,
+    pub(super) residual: u64,
+    pub(super) weight: u64,
+    pub(super) output: u64,
+    pub(super) quantized: u64,
+    pub(super) scales: u64,
+    pub(super) epochs: u64,
+    pub(super) fault: u64,
+    pub(super) packs_offset: u64,
+    pub(super) escapes_offset: u64,
+    pub(super) wait_limit_ns: u64,
+    pub(super) rank: u32,
+    pub(super) rows: u32,
+    pub(super) hidden: u32,
+    pub(super) warps_per_group: u32,
+    pub(super) max_blocks: u32,
+    pub(super) block_rows: u32,
+    pub(super) block_packs: u32,
+    pub(super) flags: u32,
+    pub(super) epsilon: f32,
+    pub(super) static_scale: f32,
+}
+
+// The offsets that abi.h asserts.
+const _: () = {
+    assert!(offset_of!(AllReduceNorm, slabs) == 0);
+    assert!(offset_of!(AllReduceNorm, partial) == 64);
+    assert!(offset_of!(AllReduceNorm, residual) == 72);
+    assert!(offset_of!(AllReduceNorm, weight) == 80);
+    assert!(offset_of!(AllReduceNorm, output) == 88);
+    assert!(offset_of!(AllReduceNorm, quantized) == 96);
+    assert!(offset_of!(AllReduceNorm, scales) == 104);
+    assert!(offset_of!(AllReduceNorm, epochs) == 112);
+    assert!(offset_of!(AllReduceNorm, fault) == 120);
+    assert!(offset_of!(AllReduceNorm, packs_offset) == 128);
+    assert!(offset_of!(AllReduceNorm, escapes_offset) == 136);
+    assert!(offset_of!(AllReduceNorm, wait_limit_ns) == 144);
+    assert!(offset_of!(AllReduceNorm, rank) == 152);
+    assert!(offset_of!(AllReduceNorm, rows) == 156);
+    assert!(offset_of!(AllReduceNorm, hidden) == 160);
+    assert!(offset_of!(AllReduceNorm, warps_per_group) == 164);
+    assert!(offset_of!(AllReduceNorm, max_blocks) == 168);
+    assert!(offset_of!(AllReduceNorm, block_rows) == 172);
+    assert!(offset_of!(AllReduceNorm, block_packs) == 176);
+    assert!(offset_of!(AllReduceNorm, flags) == 180);
+    assert!(offset_of!(AllReduceNorm, epsilon) == 184);
+    assert!(offset_of!(AllReduceNorm, static_scale) == 188);
+    assert!(size_of::<AllReduceNorm>() == 192);
+};
+
+/// The instances of `all_reduce_norm.cu` that a group may launch.
+#[derive(Clone, Debug)]
+pub(super) struct AllReduceKernels(Vec<(Algorithm, Kernel)>);
+
+impl AllReduceKernels {
+    /// The instances for all rows that a shape allows, loaded.
+    pub(super) fn load<T: Element>(cuda: &Cuda, shape: &Shape) -> Result<Self> {
+        let mut kernels: Vec<(Algorithm, Kernel)> = Vec::new();
+        for algorithm in (1..=shape.max_rows).map(|rows| shape.algorithm(rows)) {
+            if kernels.iter().all(|(loaded, _)| *loaded != algorithm) {
+                kernels.push((algorithm, cuda.kernel(&symbol::<T>(algorithm, shape.world.get()))?));
+            }
+        }
+        Ok(Self(kernels))
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = Kernel> {
+        self.0.iter().map(|(_, kernel)| *kernel)
+    }
+
+    /// Queues a call.
+    pub(super) fn launch(
+        &self,
+        cuda: &Cuda,
+        algorithm: Algorithm,
+        blocks: u32,
+        threads: u32,
+        arguments: &mut AllReduceNorm,
+    ) -> Result<()> {
+        let Some((_, kernel)) = self.0.iter().find(|(loaded, _)| *loaded == algorithm) else {
+            return Ok(()); // `load` has every algorithm of the shape
+        };
+        cuda.bind()?;
+        let mut parameters = [std::ptr::from_mut(arguments).cast::<c_void>()];
+        // SAFETY:
+        // - layout: `AllReduceNorm` is the kernel's only parameter (the offsets above); it is copied now.
+        // - bounds: `Group` compared every length with the rows; the caller made `blocks` and the slabs' layout
+        //   by one `Geometry`, which gives each block room for its rows.
+        // - aliasing: the caller saw that nothing written overlaps anything else; outputs are borrowed mutably
+        //   until the launch is queued, and are of this stream's work.
+        // - lifetime: buffers wait for the stream before they are freed; slabs live until the last rank is gone.
+        let queued = unsafe {
+            result::launch_kernel(
+                kernel.function,
+                (blocks, 1, 1),
+                (threads, 1, 1),
+                arguments.hidden * 2,
+                cuda.stream(),
+                &mut parameters,
+            )
+        };
+        cuda.check("cuLaunchKernel", queued)
+    }
+}
+
+fn symbol<T: Element>(algorithm: Algorithm, world: usize) -> String {
+    let algorithm = match algorithm {
+        Algorithm::OneShot => "one_shot",
+        Algorithm::TwoShot => "two_shot",
+        Algorithm::Hierarchical => "hierarchical",
+    };
+    format!("ev_all_reduce_norm_{algorithm}_{}_w{world}", T::NAME)
+}
+
+/// What `Call::give_up` in sync.cuh has written.
+pub(super) struct FaultRecord {
+    pub(super) cause: Cause,
+    pub(super) rank: usize,
+    pub(super) peer: usize,
+    pub(super) phase: &'static str,
+    pub(super) epoch: u32,
+}
+
+impl FaultRecord {
+    pub(super) fn read(words: [u64; 2]) -> Option<Self> {
+        let [record, tags] = words;
+        let byte = |shift: u32| (record >> shift & 0xFF) as usize;
+        let cause = match byte(24) {
+            0 => return None,
+            2 => Cause::Mismatch { own: Tag((tags >> 32) as u32), peer: Tag(tags as u32) },
+            3 => Cause::Aborted,
+            _ => Cause::Timeout,
+        };
+        let phases = ["its call", "its partial", "its island's sum", "its results"];
+        let phase = phases.get(byte(16)).unwrap_or(&"?");
+        Some(Self { cause, rank: byte(0), peer: byte(8), phase, epoch: (record >> 32) as u32 })
+    }
+}

@@ -1,0 +1,34 @@
+//! The CUDA backend: devices, streams and memory, and the collectives' kernels.
+//!
+//! A [`Cuda`] value is a device with a stream of its own. Nothing falls back: a machine without a driver, or a
+//! build without nvcc, is an [`Error`](crate::Error) that says so.
+//!
+//! No figure of this crate has been measured on an SM120 card yet. The kernels are compiled for it, and run in
+//! an emulator on every change.
+#![allow(unsafe_code)]
+
+mod context;
+mod group;
+mod launch;
+mod probe;
+
+mod images {
+    /// Images are read in words by the driver.
+    #[repr(C, align(64))]
+    #[allow(dead_code)] // a build without kernels has none to align
+    struct Aligned<T: ?Sized>(T);
+
+    include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+}
+
+pub use context::{Buffer, Cuda, DeviceSlice, DeviceSliceMut, Graph};
+
+/// The kernel images in this build, a fatbin for each file of `kernels/`; none without nvcc.
+pub fn kernel_images() -> &'static [(&'static str, &'static [u8])] {
+    images::IMAGES
+}
+
+/// The architectures in [`kernel_images`], as in `EAGLE_VERIFY_CUDA_ARCHS`.
+pub fn kernel_architectures() -> &'static str {
+    images::ARCHS
+}

@@ -1,0 +1,93 @@
+//! Is there a driver that this crate can use? cudarc panics when the library or a symbol is missing, so this is
+//! asked first, once, and nothing calls cudarc before.
+
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+
+use crate::error::{Error, Result};
+
+/// CUDA 12.8: the first with SM120.
+const MIN_VERSION: i32 = 12_080;
+
+/// Every driver function that this crate calls: cudarc looks a symbol up at its first call, and panics.
+const SYMBOLS: &[&str] = &[
+    "cuCtxEnablePeerAccess",
+    "cuCtxSetCurrent",
+    "cuDeviceCanAccessPeer",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDriverGetVersion",
+    "cuFuncLoad",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphUpload",
+    "cuInit",
+    "cuLaunchKernel",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemHostGetDevicePointer_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+    "cuStreamBeginCapture_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamEndCapture",
+    "cuStreamSynchronize",
+];
+
+/// The number of devices of a usable driver.
+pub(super) fn num_devices() -> Result<usize> {
+    static ANSWER: OnceLock<Result<usize>> = OnceLock::new();
+    ANSWER.get_or_init(probe).clone()
+}
+
+fn probe() -> Result<usize> {
+    let unusable = |wanted: &str, seen: String| Error::unsupported("CUDA driver", wanted, seen);
+    // The names that cudarc tries, so that both mean the same library.
+    let names = if cfg!(windows) { ["nvcuda.dll", "cuda.dll"] } else { ["libcuda.so", "libcuda.so.1"] };
+    // SAFETY: loading the driver library runs its initialisers; it is the library that cudarc would load.
+    let library = names.into_iter().find_map(|name| unsafe { libloading::Library::new(name).ok() });
+    let Some(library) = library else {
+        return Err(unusable("an NVIDIA driver on this machine", format!("no {}", names.join(" or "))));
+    };
+    for symbol in SYMBOLS {
+        // SAFETY: the symbol's address is looked up and not used.
+        if unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_err() {
+            return Err(unusable("CUDA 12.8 or newer", format!("a driver without {symbol}")));
+        }
+    }
+    let code = |call: &str, result: sys::CUresult| match result {
+        sys::CUresult::CUDA_SUCCESS => Ok(()),
+        other => Err(unusable("a driver that starts", format!("{other:?} from {call}"))),
+    };
+    let (mut version, mut count) = (0, 0);
+    // SAFETY: the library and these symbols are there; both pointers are valid for a write.
+    unsafe {
+        code("cuInit", sys::cuInit(0))?;
+        code("cuDriverGetVersion", sys::cuDriverGetVersion(&mut version))?;
+        code("cuDeviceGetCount", sys::cuDeviceGetCount(&mut count))?;
+    }
+    // For the life of the process: cudarc keeps its own handle, and the driver is not made to be unloaded.
+    std::mem::forget(library);
+    if version < MIN_VERSION {
+        let seen = format!("{}.{}", version / 1000, version % 1000 / 10);
+        return Err(unusable("CUDA 12.8 or newer", seen));
+    }
+    match usize::try_from(count) {
+        Ok(count) if count > 0 => Ok(count),
+        _ => Err(unusable("a CUDA device", "none".into())),
+    }
+}
