@@ -20,14 +20,15 @@ struct Epilogue {
   EV_DEVICE size_t at(uint32_t row, uint32_t column) const { return size_t(row) * (a.hidden / 8) + column; }
   EV_DEVICE uint32_t column(uint32_t pack) const { return lanes.group * lanes.group_packs + pack; }
 
-  /// Residual plus sum, or the sum alone, rounded once.
-  EV_DEVICE Pack finish(uint32_t row, uint32_t column, const Floats& sum) const {
-    if (!(a.flags & EV_NORM)) return sum.pack<Element>();
+  /// Residual plus sum, or the sum alone, not rounded yet.
+  EV_DEVICE Floats finish(uint32_t row, uint32_t column, const Floats& sum) const {
+    if (!(a.flags & EV_NORM)) return sum;
     const Pack residual = reinterpret_cast<const Pack*>(a.residual)[at(row, column)];
-    return (Floats::unpack<Element>(residual) + sum).template pack<Element>();
+    return Floats::unpack<Element>(residual) + sum;
   }
 
-  /// Takes a row's finished packs from `fetch(pack in the group)` and writes all outputs. A barrier.
+  /// Takes a row's finished packs from `fetch(pack in the group)`, rounds them and writes all outputs. A
+  /// barrier.
   template <class Fetch>
   EV_DEVICE void row(uint32_t row, uint32_t row_of_block, Fetch fetch) const {
     const uint32_t buffer = row_of_block % 2;
@@ -35,7 +36,8 @@ struct Epilogue {
     lanes.each_run([&](uint32_t run, uint32_t pack, bool exists) {
       float square_sum = 0.0f;
       if (exists) {
-        const Pack h = fetch(pack);
+        const Floats exact = fetch(pack);
+        const Pack h = exact.template pack<Element>();
         row_packs[column(pack)] = h;
         destination[at(row, column(pack))] = h;
         square_sum = Floats::unpack<Element>(h).square_sum();
@@ -221,7 +223,7 @@ struct Collective {
     const auto send_result = [&](uint32_t row, uint32_t i, uint32_t pack, const Floats& sum) {
       if (call.failed) return;
       // To itself too: then all columns of a row are taken alike.
-      const Pack h = epilogue.finish(row, epilogue.column(pack), sum);
+      const Pack h = epilogue.finish(row, epilogue.column(pack), sum).template pack<Element>();
       each_peer<Owners>([&](uint32_t peer) { call.push(peer, result_place(i, pack), h); });
       call.push(a.rank, result_place(i, pack), h);
     };
@@ -262,7 +264,7 @@ struct Collective {
       epilogue.row(row, i, [&](uint32_t pack) {
         Pack h[1];
         call.receive(h, 1, [&](uint32_t) { return result_place(i, pack); }, owner, EV_PHASE_RESULTS);
-        return h[0];
+        return Floats::unpack<Element>(h[0]);  // rounded by its owner: rounding again changes nothing
       });
     });
   }

@@ -99,9 +99,9 @@ struct Call {
     return true;
   }
 
-  /// Tells every peer which call this is.
+  /// Tells every peer which call this is. Also after a failure: so every rank sees for itself who differs.
   EV_DEVICE void announce(uint32_t tag_value, uint32_t world) const {
-    if (threadIdx.x < world && threadIdx.x != a.rank && !failed) {
+    if (threadIdx.x < world && threadIdx.x != a.rank) {
       store_relaxed_sys(tag(threadIdx.x, a.rank, world), tag_value);
     }
   }
@@ -149,7 +149,7 @@ struct Call {
     }
 #pragma unroll 1
     for (uint32_t rank = 0; rank < EV_MAX_WORLD; rank++) {
-      const bool concerned = rank == a.rank || code != EV_FAULT_MISMATCH;
+      const bool concerned = rank == a.rank || code == EV_FAULT_TIMEOUT;
       if (a.slabs[rank] != 0 && concerned) store_relaxed_sys(abort_word(rank), peer);
     }
   }

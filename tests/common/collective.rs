@@ -108,12 +108,20 @@ impl<T: Element> Payload<T> {
             n => T::from_f32(random.float() * scale * if n < 6 { 16.0 } else { 1.0 }),
         };
         let len = rows * hidden;
-        Self {
+        let mut payload = Self {
             rows,
             partials: (0..world).map(|_| (0..len).map(|_| value(1.0)).collect()).collect(),
             residual: (0..len).map(|_| value(4.0)).collect(),
             weight: (0..hidden).map(|_| value(1.0)).collect(),
+        };
+        // Two ranks that cancel, and swallow what is added between them.
+        for i in (0..len).filter(|i| world > 1 && i % 3 == 0) {
+            let (a, step) = (random.below(world), 1 + random.below(world - 1));
+            let large = random.float() * 32768.0;
+            payload.partials[a][i] = T::from_f32(large);
+            payload.partials[(a + step) % world][i] = T::from_f32(-large);
         }
+        payload
     }
 
     pub fn rows(&self, rows: Range<usize>) -> Self {

@@ -387,3 +387,48 @@ fn normalise<T: Element>(norm: &RmsNorm, h: &[T], weight: &[T], row: &mut [f32],
 fn quantize_fast<T: Element>(values: &[T], scale: f32, quantized: &mut [u8]) {
     quantize(values, scale, quantized);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::{Group, WorldSize};
+
+    /// A rank that says what it sends and then is silent: the others name it, all within the limit.
+    #[test]
+    fn a_rank_that_stops_in_the_middle_is_named() {
+        let cpu = Cpu::with_threads(1).unwrap();
+        let limit = Duration::from_millis(200);
+        let rendezvous = Rendezvous::new(WorldSize::Four, Duration::from_secs(20));
+        std::thread::scope(|scope| {
+            for rank in WorldSize::Four.ranks() {
+                let (cpu, rendezvous) = (&cpu, &rendezvous);
+                scope.spawn(move || {
+                    let config = GroupConfig { time_limit: limit, ..GroupConfig::new(64, 4) };
+                    let partial = [half::bf16::ONE; 128];
+                    let mut output = [half::bf16::ZERO; 128];
+                    if rank.index() == 2 {
+                        let shape = Shape {
+                            world: WorldSize::Four,
+                            hidden: 64,
+                            max_rows: 4,
+                            crossovers: crate::comm::Crossovers::predicted(WorldSize::Four, false),
+                        };
+                        rendezvous.exchange(rank, 0, Ok((shape, config, "bf16"))).unwrap();
+                        let mut member: Member<half::bf16> = cpu.join(rendezvous, rank, shape, &config).unwrap();
+                        let (norm, output) = (None, Some(&mut output[..]));
+                        let call = Call { rows: 2, partial: &partial[..], norm, output, quantized: None };
+                        member.epoch += 1;
+                        member.send_partial(&call);
+                        member.post(0, Tag(2));
+                        return;
+                    }
+                    let mut group = Group::<Cpu, half::bf16>::join(cpu, rendezvous, rank, config).unwrap();
+                    let error = group.all_reduce(&partial[..], &mut output[..]).unwrap_err().to_string();
+                    assert!(error.contains("rank 2"), "{error}");
+                    assert!(output.iter().all(|value| value.is_nan()));
+                    assert!(group.all_reduce(&partial[..], &mut output[..]).is_err());
+                });
+            }
+        });
+    }
+}

@@ -17,10 +17,10 @@ use crate::error::{Error, Result};
 /// One rank's part of a group.
 #[derive(Debug)]
 pub struct Member {
-    // Fields drop in this order: first the stream is idle, then memory goes.
-    epochs: Memory,
+    // The kernels' memory: freed in this order, each after the stream is idle, and slabs with the last rank.
+    _epochs: Memory,
     fault: HostWords<2>,
-    slabs: Vec<Arc<Memory>>,
+    _slabs: Vec<Arc<Memory>>,
     cuda: Cuda,
     kernels: AllReduceKernels,
     shape: Shape,
@@ -98,7 +98,17 @@ impl GroupBackend for Cuda {
             *address = slab.address;
         }
         let cuda = self.clone();
-        Ok(Member { epochs, fault, slabs, cuda, kernels, shape, geometry, config: *config, arguments })
+        Ok(Member {
+            _epochs: epochs,
+            fault,
+            _slabs: slabs,
+            cuda,
+            kernels,
+            shape,
+            geometry,
+            config: *config,
+            arguments,
+        })
     }
 
     fn len<T: Pod>(slice: DeviceSlice<'_, T>) -> usize {

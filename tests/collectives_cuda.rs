@@ -1,0 +1,343 @@
+//! The collectives' kernels, executed in the emulator through the real CUDA backend: conformance, misuse, lost
+//! peers.
+#![cfg(feature = "cuda")]
+
+#[path = "common/collective.rs"]
+mod collective;
+#[path = "common/emulated.rs"]
+mod emulated;
+
+use std::time::{Duration, Instant};
+
+use collective::*;
+use cuda_emulator as emulator;
+use eagle_verify::backend::cuda::{Cuda, DeviceSliceMut, kernel_images};
+use eagle_verify::comm::{Algorithm, Crossovers, GroupConfig, NormOutputs, Rendezvous, WorldSize};
+use eagle_verify::{Element, ErrorKind, RmsNorm};
+use emulated::OnEmulator;
+use half::{bf16, f16};
+
+const ROWS: [usize; 8] = [1, 2, 3, 7, 8, 33, 64, 257];
+const HIDDEN: [usize; 6] = [64, 576, 1024, 2880, 4096, 7168];
+
+/// Results only, as fast as it goes; ranks are threads.
+fn results_only() -> emulator::Config {
+    emulator::Config { patience: Duration::from_secs(5), ..emulator::Config::fast() }
+}
+
+/// Every kernel with every epilogue, and every pair of rows and hidden size with every kernel; what the budget of
+/// a CI run does not allow (many elements in all) is left to `EMU_CONFORMANCE=all`.
+fn conformance<T: Element>() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&results_only());
+    let all = std::env::var("EMU_CONFORMANCE").is_ok_and(|value| value == "all");
+    let (mut compared, mut left_out, mut turn) = (0, 0, 0);
+    for world in WORLDS {
+        for &algorithm in algorithms(world) {
+            for hidden in HIDDEN {
+                let mut calls = Vec::new();
+                for rows in ROWS {
+                    let elements = rows * hidden * world.get();
+                    if !all && elements > 1 << 18 && (rows, hidden) != (1, 7168) {
+                        left_out += 1;
+                        continue;
+                    }
+                    // The small ones with all epilogues, the others with one after another.
+                    for _ in 0..if all || elements < 1 << 12 { EPILOGUES.len() } else { 1 } {
+                        turn += 1;
+                        let payload = Payload::<T>::random(world.get(), rows, hidden, turn as u64);
+                        calls.push((payload, EPILOGUES[turn % EPILOGUES.len()]));
+                    }
+                }
+                let max_rows = calls.iter().map(|(payload, _)| payload.rows).max().unwrap();
+                // Few blocks, so that some have several rows; and few threads, since each costs the emulator.
+                let config = GroupConfig {
+                    max_blocks: 3,
+                    max_warps_per_group: 1 + turn % 2,
+                    ..config(hidden, max_rows, Some(algorithm))
+                };
+                check_calls(&OnEmulator::spread(world), world, config, &calls);
+                compared += calls.len();
+            }
+        }
+    }
+    eprintln!("{}: {compared} calls compared on all ranks, {left_out} shapes left out", T::NAME);
+    assert!(compared > 300);
+    assert_eq!(emulator::report().complaint(), None);
+}
+
+#[test]
+fn kernels_equal_the_specification_bf16() {
+    conformance::<bf16>();
+}
+
+#[test]
+fn kernels_equal_the_specification_f16() {
+    conformance::<f16>();
+}
+
+/// The largest hidden size: eight runs in a group, every number of warps.
+#[test]
+fn the_largest_hidden_size() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&results_only());
+    for max_warps_per_group in 1..=4 {
+        let calls: Vec<_> =
+            EPILOGUES.iter().skip(7).map(|e| (Payload::<bf16>::random(2, 2, 16_384, 1), *e)).collect();
+        let config = GroupConfig { max_warps_per_group, ..config(16_384, 2, Some(Algorithm::TwoShot)) };
+        check_calls(&OnEmulator::spread(WorldSize::Two), WorldSize::Two, config, &calls);
+    }
+}
+
+#[test]
+fn algorithms_give_equal_bits_and_rows_don_t_depend_on_each_other() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&results_only());
+    let world = WorldSize::Eight;
+    let together = Payload::<bf16>::random(8, 9, 576, 5);
+    let mut seen = Vec::new();
+    for &algorithm in algorithms(world) {
+        for max_blocks in [1, 4, 64] {
+            let config = GroupConfig { max_blocks, ..config(576, 9, Some(algorithm)) };
+            let outcomes =
+                on_all_ranks::<_, bf16, _>(&OnEmulator::spread(world), world, config, |rank, cuda, group| {
+                    let mut whole = Buffers::<OnEmulator, bf16>::new(cuda, &together, rank.index(), NORM);
+                    whole.call(group).unwrap();
+                    let rows = (0..9).map(|row| {
+                        let row = together.rows(row..row + 1);
+                        let mut alone = Buffers::<OnEmulator, bf16>::new(cuda, &row, rank.index(), NORM);
+                        alone.call(group).unwrap();
+                        alone.outcome(cuda)
+                    });
+                    let rows: Vec<Outcome> = rows.collect();
+                    let whole = whole.outcome(cuda);
+                    assert_eq!(whole.output, rows.iter().flat_map(|row| row.output.clone()).collect::<Vec<_>>());
+                    assert_eq!(
+                        whole.residual,
+                        rows.iter().flat_map(|row| row.residual.clone()).collect::<Vec<_>>()
+                    );
+                    whole
+                });
+            seen.extend(outcomes);
+        }
+    }
+    assert_eq!(seen.len(), 3 * 3 * 8);
+    assert!(seen.windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+/// Every 16-bit pattern, the sentinel and the escape among the words, from every rank, through every algorithm.
+#[test]
+fn all_patterns_are_carried_intact() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&emulator::Config { weak: true, torn: true, ..results_only() });
+    for (world, algorithm) in [
+        (WorldSize::Two, Algorithm::OneShot),
+        (WorldSize::Two, Algorithm::TwoShot),
+        (WorldSize::Eight, Algorithm::Hierarchical),
+    ] {
+        let senders = if world == WorldSize::Two { 0..2 } else { 3..4 };
+        let calls: Vec<_> = senders
+            .map(|sender| {
+                let mut payload = Payload::<bf16>::random(world.get(), 16, 4096, 0);
+                for (rank, partial) in payload.partials.iter_mut().enumerate() {
+                    for (i, value) in partial.iter_mut().enumerate() {
+                        *value = if rank == sender { bf16::from_bits(i as u16) } else { bf16::NEG_ZERO };
+                    }
+                    if rank == sender {
+                        let words: &mut [u32] = bytemuck::cast_slice_mut(partial);
+                        // Escapes in every place of a pack, alone and with others.
+                        for pattern in 0..256 {
+                            for word in 0..4 {
+                                let kind = pattern >> (2 * word) & 3;
+                                let place = &mut words[1000 + 4 * pattern + word];
+                                *place = [*place, 0xFFFF_FFFF, 0xFFFF_FFFE, 0x8000_8000][kind];
+                            }
+                        }
+                    }
+                }
+                (payload, Epilogue::Sum)
+            })
+            .collect();
+        let config = GroupConfig { max_blocks: 3, ..config(4096, 16, Some(algorithm)) };
+        check_calls(&OnEmulator::spread(world), world, config, &calls);
+    }
+    assert_eq!(emulator::report().complaint(), None);
+}
+
+/// How a rank lets the others down in its second call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Odd {
+    NeverCalls,
+    StopsInTheMiddle,
+    CallsWithRows(usize),
+}
+
+/// The others name the odd rank within the limit, outputs are NaN, later calls fail at once, and dropping the
+/// groups frees everything.
+fn is_named(world: WorldSize, algorithm: Algorithm, odd: Odd, seed: u64) {
+    let what = format!("{world:?} {algorithm:?} {odd:?} seed {seed}");
+    let mutant = (odd == Odd::StopsInTheMiddle).then_some("rank 1 stops in the middle of its second call");
+    emulator::configure(&emulator::Config { mutant, ..emulator::Config::checked(seed) });
+    let odd_rank = if mutant.is_some() { 1 } else { world.get() / 2 };
+    let time_limit = Duration::from_secs(2);
+    let config = GroupConfig { time_limit, max_blocks: 3, ..config(64, 8, Some(algorithm)) };
+    let mut ranks = OnEmulator::spread(world).form::<bf16>(world, config);
+    let payload = |rows| Payload::<bf16>::random(world.get(), rows, 64, 1);
+    let rows_of = |rank: usize| match odd {
+        Odd::NeverCalls if rank == odd_rank => None,
+        Odd::CallsWithRows(rows) if rank == odd_rank => Some(rows),
+        _ => Some(4),
+    };
+    // Memory before any call: an allocation may wait for kernels that wait for those not yet queued.
+    let buffers = |rank: usize, cuda: &Cuda, rows| {
+        Buffers::<OnEmulator, bf16>::new(cuda, &payload(rows), rank, EPILOGUES[9])
+    };
+    let memory = |rows: &dyn Fn(usize) -> usize| -> Vec<_> {
+        ranks.iter().enumerate().map(|(rank, (cuda, _))| buffers(rank, cuda, rows(rank))).collect()
+    };
+    let mut good = memory(&|_| 2);
+    let mut bad = memory(&|rank| rows_of(rank).unwrap_or(1));
+    // A good call first, so that something could be left over.
+    for ((_, group), buffers) in ranks.iter_mut().zip(&mut good) {
+        buffers.call(group).unwrap();
+    }
+    for ((cuda, _), buffers) in ranks.iter().zip(&good) {
+        assert_eq!(buffers.outcome(cuda), specified(&payload(2), EPILOGUES[9]));
+    }
+    let callers: Vec<usize> = (0..ranks.len()).filter(|rank| rows_of(*rank).is_some()).collect();
+    for &rank in &callers {
+        bad[rank].call(&mut ranks[rank].1).unwrap();
+    }
+    // What the silent rank itself gets does not matter: it may have all it needs.
+    let heard = |rank: &&usize| odd != Odd::StopsInTheMiddle || **rank != odd_rank;
+    for &rank in callers.iter().filter(heard) {
+        let (cuda, group) = &ranks[rank];
+        cuda.synchronize().unwrap_or_else(|e| panic!("{what}: {e}\n{:?}", emulator::report()));
+        let error = group.check().expect_err(&what);
+        assert_eq!(error.kind(), ErrorKind::Fault);
+        if rank != odd_rank {
+            assert!(error.to_string().contains(&format!("rank {odd_rank}")), "{what}, rank {rank}: {error}");
+        }
+        let outcome = bad[rank].outcome(cuda);
+        let is_nan = |bits: &u16| bf16::from_bits(*bits).is_nan();
+        assert!(outcome.output.iter().chain(&outcome.residual).all(is_nan), "{what}, rank {rank}");
+        assert!(outcome.quantized.iter().all(|byte| byte & 0x7F == 0x7F), "{what}, rank {rank}");
+        assert!(outcome.scales.iter().all(|bits| f32::from_bits(*bits).is_nan()), "{what}, rank {rank}");
+    }
+    for &rank in callers.iter().filter(heard) {
+        bad[rank].call(&mut ranks[rank].1).expect_err("the group is lost");
+    }
+    drop((good, bad));
+    drop(ranks);
+    let report = emulator::report();
+    assert_eq!(report.complaint(), None);
+    assert!(report.stats.num_clock_jumps <= 20, "{what}: two seconds at most");
+    let left = (report.num_allocations, report.num_host_allocations, report.num_streams, report.num_modules);
+    assert_eq!(left, (0, 0, 0, 0), "all is freed");
+}
+
+#[test]
+fn lost_and_odd_peers_are_named() {
+    let _machine = emulator::exclusive();
+    let odds = [Odd::NeverCalls, Odd::StopsInTheMiddle, Odd::CallsWithRows(1), Odd::CallsWithRows(6)];
+    for world in [WorldSize::Two, WorldSize::Four, WorldSize::Eight] {
+        for &algorithm in algorithms(world) {
+            for odd in odds {
+                for seed in emulator::seeds(20) {
+                    is_named(world, algorithm, odd, seed);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn misuse_is_an_error_before_anything_is_launched() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&emulator::Config::checked(1));
+    let mut ranks = OnEmulator::spread(WorldSize::One).form::<bf16>(WorldSize::One, GroupConfig::new(64, 4));
+    let (cuda, group) = &mut ranks[0];
+    let norm = RmsNorm::new(64, 1e-5).unwrap();
+    let ones = vec![bf16::ONE; 256];
+    let partial = cuda.upload(&ones).unwrap();
+    let weight = cuda.upload(&ones[..64]).unwrap();
+    let (mut residual, mut output) = (cuda.upload(&ones).unwrap(), cuda.upload(&ones).unwrap());
+    let before = emulator::report().stats;
+
+    // SAFETY: addresses of live buffers of `cuda`, or calls that must fail.
+    let raw = |address, len| unsafe { DeviceSliceMut::<bf16>::from_raw(cuda, address, len) };
+    let address = |slice: &DeviceSliceMut<'_, bf16>| {
+        format!("{slice:?}").split("address: ").nth(1).unwrap().split(',').next().unwrap().parse::<u64>().unwrap()
+    };
+    let at = address(&residual.slice_mut());
+    let mut fails = |residual: DeviceSliceMut<'_, bf16>, output: DeviceSliceMut<'_, bf16>, why: &str| {
+        let outputs = NormOutputs { output: Some(output), quantized: None };
+        let error = group.reduce_add_norm(&norm, partial.slice(), residual, weight.slice(), outputs);
+        let error = error.expect_err(why);
+        assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains(why), "{error}");
+    };
+    fails(raw(at, 256), raw(at, 256), "overlap");
+    fails(raw(at, 256), raw(at + 256, 256), "overlap");
+    fails(raw(at + 2, 256), output.slice_mut(), "multiple of 16");
+    fails(raw(0, 256), output.slice_mut(), "multiple of 16");
+    fails(raw(at, 128), output.slice_mut(), "residual");
+    let other = Cuda::with_kernels(0, &[emulator::IMAGE]).unwrap();
+    let mut elsewhere = other.upload(&ones).unwrap();
+    fails(elsewhere.slice_mut(), output.slice_mut(), "`Cuda` that joined");
+    let outputs = NormOutputs { output: Some(output.slice_mut()), quantized: None };
+    let too_many = cuda.upload(&vec![bf16::ONE; 320]).unwrap();
+    let mut rest = cuda.upload(&vec![bf16::ONE; 320]).unwrap();
+    let error = group.reduce_add_norm(&norm, too_many.slice(), rest.slice_mut(), weight.slice(), outputs);
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(emulator::report().stats.num_plain_accesses, before.num_plain_accesses, "nothing ran");
+    assert_eq!(cuda.download(&residual).unwrap(), ones);
+}
+
+#[test]
+fn devices_and_kernels_that_are_not_there_are_errors() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&emulator::Config::fast());
+    emulator::install();
+    let error = Cuda::with_kernels(99, &[emulator::IMAGE]).unwrap_err();
+    assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains("99"), "{error}");
+    let error = Cuda::with_kernels(0, &[b"not an image"]).unwrap_err();
+    assert!(error.to_string().contains("cuModuleLoadData on device 0"), "{error}");
+    if kernel_images().is_empty() {
+        let error = Cuda::new(0).unwrap_err();
+        assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("nvcc"), "{error}");
+    } else {
+        Cuda::new(0).unwrap();
+    }
+}
+
+/// Every instance that Rust can ask for is there: a group of each kind forms.
+#[test]
+fn every_instance_is_present() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&results_only());
+    let mut kernels = emulator::kernels();
+    kernels.retain(|name| name.starts_with("ev_all_reduce_norm_"));
+    assert_eq!(kernels.len(), 16);
+    for world in WORLDS {
+        for &algorithm in algorithms(world) {
+            OnEmulator::spread(world).form::<bf16>(world, config(64, 1, Some(algorithm)));
+            OnEmulator::together(world).form::<f16>(world, config(64, 1, Some(algorithm)));
+        }
+    }
+}
+
+/// A device that is too full for a block of every rank is refused, by all ranks.
+#[test]
+fn missing_ranks_fail_the_formation() {
+    let _machine = emulator::exclusive();
+    emulator::configure(&results_only());
+    let machine = OnEmulator::spread(WorldSize::Two);
+    let rendezvous = Rendezvous::new(WorldSize::Two, Duration::from_millis(100));
+    let cuda = machine.backend(0);
+    let started = Instant::now();
+    let rank = WorldSize::Two.ranks().next().unwrap();
+    let config = GroupConfig { crossovers: Some(Crossovers::always(Algorithm::TwoShot)), ..GroupConfig::new(64, 1) };
+    let error = eagle_verify::comm::Group::<Cuda, bf16>::join(&cuda, &rendezvous, rank, config).unwrap_err();
+    assert!(error.to_string().contains("no sign of rank 1"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(10));
+}

@@ -1,0 +1,174 @@
+// Negative controls: each mutant is one deliberate fault in a kernel source, which the tests must catch.
+// Included by build.rs, which compiles the mutated copies, and by the library, which selects one at run time.
+// The sources that are shipped carry no trace of them.
+
+/// How a mutant replaces its text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// One or more whole statements, not a declaration: the replacement is put in a block of its own.
+    Statement,
+    /// An expression. Both sides must have one type.
+    Expression,
+}
+
+/// A fault to inject.
+#[derive(Clone, Copy, Debug)]
+pub struct Mutant {
+    /// What the tests select it by.
+    pub name: &'static str,
+    /// The source, relative to the crate's `kernels/` or else to the emulator's.
+    pub file: &'static str,
+    /// Whether the text is a statement or an expression.
+    pub kind: Kind,
+    /// The text that is replaced. It must occur exactly once in the file; several mutants may share it.
+    pub original: &'static str,
+    /// What is executed instead. May be empty for a statement.
+    pub broken: &'static str,
+}
+
+/// All mutants.
+pub const MUTANTS: &[Mutant] = &[
+    Mutant {
+        name: "flags: no barrier before publishing",
+        file: "flag_all_reduce.cu",
+        kind: Kind::Statement,
+        original: "__syncthreads();  // before publishing",
+        broken: "",
+    },
+    Mutant {
+        name: "flags: published at gpu scope",
+        file: "flag_all_reduce.cu",
+        kind: Kind::Statement,
+        original: "emu::store(flag, value, emu::REL, emu::SYS);",
+        broken: "emu::store(flag, value, emu::REL, emu::GPU);",
+    },
+    Mutant {
+        name: "flags: published without release",
+        file: "flag_all_reduce.cu",
+        kind: Kind::Statement,
+        original: "emu::store(flag, value, emu::REL, emu::SYS);",
+        broken: "emu::store(flag, value, emu::RLX, emu::SYS);",
+    },
+    Mutant {
+        name: "flags: waited for without acquire",
+        file: "flag_all_reduce.cu",
+        kind: Kind::Expression,
+        original: "emu::load(flag, emu::ACQ, emu::SYS)",
+        broken: "emu::load(flag, emu::RLX, emu::SYS)",
+    },
+    Mutant {
+        name: "flags: no barrier after waiting",
+        file: "flag_all_reduce.cu",
+        kind: Kind::Statement,
+        original: "__syncthreads();  // after waiting",
+        broken: "",
+    },
+    Mutant {
+        name: "flags: one buffer only",
+        file: "flag_all_reduce.cu",
+        kind: Kind::Expression,
+        original: "epoch % 2",
+        broken: "0u",
+    },
+    Mutant {
+        name: "flags: readers leave early",
+        file: "flag_all_reduce.cu",
+        kind: Kind::Statement,
+        original: "meet(a, 2 * epoch + 2);",
+        broken: "",
+    },
+    Mutant {
+        name: "skipped clear",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "store_relaxed_sys(packs(a.rank) + at, Pack{kEmpty, kEmpty, kEmpty, kEmpty});",
+        broken: "",
+    },
+    Mutant {
+        name: "one slot too few",
+        file: "sync.cuh",
+        kind: Kind::Expression,
+        original: "epoch % 2",
+        broken: "0u",
+    },
+    Mutant {
+        name: "places shared by blocks",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Expression,
+        original: "blockIdx.x * a.block_packs",
+        broken: "blockIdx.x * (a.block_rows * (a.hidden / 4))", // enough for this call, but not apart from others
+    },
+    Mutant {
+        name: "reserved words not escaped",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "store_relaxed_sys(packs(peer) + at, escape(pack));",
+        broken: "store_relaxed_sys(packs(peer) + at, pack);",
+    },
+    Mutant {
+        name: "-0.0 is the sentinel",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "if (any_word(pack, kEmpty)) return false;",
+        broken: "if (any_word(pack, kEmpty) || any_word(pack, 0x80008000u)) return false;",
+    },
+    Mutant {
+        name: "escape word not waited for",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "if (words == kEmpty) return false;",
+        broken: "",
+    },
+    Mutant {
+        name: "first word only",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "if (any_word(pack, kEmpty)) return false;",
+        broken: "if (pack.x == kEmpty) return false;",
+    },
+    Mutant {
+        name: "no barrier in the reduction",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "call.failed = __syncthreads_or(call.failed);",
+        broken: "",
+    },
+    Mutant {
+        name: "no barrier before the count",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "epoch = reinterpret_cast<const uint32_t*>(a.epochs)[blockIdx.x];",
+        broken: "epoch = reinterpret_cast<const uint32_t*>(a.epochs)[blockIdx.x]; if (threadIdx.x == 0) count();",
+    },
+    Mutant {
+        name: "count kept by the host",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "epoch = reinterpret_cast<const uint32_t*>(a.epochs)[blockIdx.x];",
+        broken: "epoch = 0;", // what a captured argument is in every replay
+    },
+    Mutant {
+        name: "sum rotated by rank",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "for (uint32_t i = 1; i < Ranks && i < 4; i++) sum = sum + Floats::unpack<Element>(packs[i]);",
+        broken: "sum = Floats::unpack<Element>(packs[a.rank % Ranks]); \
+                 for (uint32_t i = 1; i < Ranks && i < 4; i++) { \
+                     sum = sum + Floats::unpack<Element>(packs[(a.rank + i) % Ranks]); }",
+    },
+    Mutant {
+        name: "mean square of the unrounded residual",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "square_sum = Floats::unpack<Element>(h).square_sum();",
+        broken: "square_sum = exact.square_sum();",
+    },
+    // Not a fault of the protocol but of a rank: it says what it is about to do, and then is silent.
+    Mutant {
+        name: "rank 1 stops in the middle of its second call",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "store_relaxed_sys(packs(peer) + at, escape(pack));",
+        broken: "if (a.rank != 1 || epoch == 0) store_relaxed_sys(packs(peer) + at, escape(pack));",
+    },
+];
