@@ -15,10 +15,14 @@ enum {
   EV_FP8_STATIC = 4,      /* `quantized` = output / static_scale */
   EV_FP8_PER_ROW = 8,     /* `quantized` = output / scales[row] */
 
-  /* EvAllReduceNorm.algorithm, as carried by the tags */
+  /* How partials travel */
   EV_ONE_SHOT = 0,
   EV_TWO_SHOT = 1,
   EV_HIERARCHICAL = 2,
+
+  /* A tag: algorithm in bits 30-31, EV_NORM and EV_WEIGHT_PLUS_ONE in 28-29, a hash of epsilon in 20-27, blocks
+     in 10-19, rows in 0-9. Never all ones, which is an empty place. */
+  EV_TAG_BLOCKS_SHIFT = 10,
 
   /* The code of a fault record */
   EV_FAULT_TIMEOUT = 1,  /* a peer did not send in time */
@@ -60,6 +64,8 @@ typedef struct EvAllReduceNorm {
   uint32_t flags;
   float epsilon;
   float static_scale;
+  uint32_t tag; /* but for the number of blocks, which is added at EV_TAG_BLOCKS_SHIFT */
+  uint32_t reserved;
 } EvAllReduceNorm;
 
 #ifdef __cplusplus
@@ -86,7 +92,8 @@ EV_OFFSET(block_packs, 176);
 EV_OFFSET(flags, 180);
 EV_OFFSET(epsilon, 184);
 EV_OFFSET(static_scale, 188);
-static_assert(sizeof(EvAllReduceNorm) == 192, "size");
+EV_OFFSET(tag, 192);
+static_assert(sizeof(EvAllReduceNorm) == 200, "size");
 #undef EV_OFFSET
 #endif
 

@@ -270,11 +270,6 @@ struct Collective {
   }
 };
 
-/// The tag of a call: what must be equal on all ranks and can differ.
-EV_DEVICE uint32_t tag_of(const EvAllReduceNorm& a, uint32_t algorithm) {
-  return algorithm << 28 | (a.flags & EV_NORM) << 24 | gridDim.x << 12 | a.rows;
-}
-
 template <class Element, uint32_t World, uint32_t Algorithm>
 EV_DEVICE void all_reduce_norm(const EvAllReduceNorm& a) {
   EV_DYNAMIC_SHARED(row_packs);  // hidden elements
@@ -284,7 +279,7 @@ EV_DEVICE void all_reduce_norm(const EvAllReduceNorm& a) {
   Call call(a);
   const Epilogue<Element> epilogue{call, a, lanes, reinterpret_cast<Pack*>(row_packs), sums, maxima};
   const Collective<Element, World> collective{call, a, lanes, epilogue};
-  const uint32_t tag = tag_of(a, Algorithm);
+  const uint32_t tag = a.tag | gridDim.x << EV_TAG_BLOCKS_SHIFT;
   if constexpr (Algorithm == EV_ONE_SHOT) {
     collective.one_shot(tag);
   } else if constexpr (Algorithm == EV_TWO_SHOT) {

@@ -75,6 +75,13 @@ impl Error {
         Self::new(ErrorKind::Fault, subject.into(), wanted, seen)
     }
 
+    /// The same error as others hear of it: it happened at `place`.
+    pub(crate) fn elsewhere(&self, place: impl Display) -> Self {
+        let mut error = self.clone();
+        error.0.subject = format!("{} of {place}", self.0.subject).into();
+        error
+    }
+
     fn new(kind: ErrorKind, subject: Cow<'static, str>, wanted: impl Display, seen: impl Display) -> Self {
         let (wanted, seen) = (wanted.to_string(), seen.to_string());
         Self(Box::new(Repr { kind, subject, wanted, seen }))

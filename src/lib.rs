@@ -15,7 +15,8 @@
 //! ```
 //!
 //! [`Speculator`] is that loop, over a [`Backend`]; so far there is [`backend::cpu::Cpu`]. Start with its
-//! documentation and the example `embed`. The pieces can be used alone: [`DraftTree`] with its masks in four
+//! documentation and the example `embed`. For a target that is split over several devices, [`comm`] has the
+//! all-reduce that ends each half of a layer, fused with what follows it; on GPUs too (`backend::cuda`). The pieces can be used alone: [`DraftTree`] with its masks in four
 //! layouts, [`VerifyBatch`], the walk ([`Verdict::walk`]), page and row accounting ([`PagePool`], [`Lease`],
 //! [`CommitPlan`]), and the CPU operations in [`backend::cpu`].
 //!
@@ -29,6 +30,8 @@
 //!   the request they belong to, no other.
 //! * **Positions** of nodes are committed length - 1 + depth; a tree is drafted from the KV that a fresh prompt
 //!   with the committed text would give, bit for bit.
+//! * **A sum over ranks** has the same bits on every rank, by every algorithm and backend, and waits for peers
+//!   end.
 //!
 //! # Words
 //!

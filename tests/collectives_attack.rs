@@ -66,7 +66,12 @@ fn small() -> Vec<Scenario> {
     let two_shot = Crossovers::always(Algorithm::TwoShot);
     vec![
         Scenario { name: "one-shot chain", ..SMALL },
-        Scenario { name: "one-shot chain, wrap, reserved", first_epoch: u32::MAX - 2, patterns: RESERVED, ..SMALL },
+        Scenario {
+            name: "one-shot chain, wrap, reserved",
+            first_epoch: u32::MAX - 2,
+            patterns: RESERVED,
+            ..SMALL
+        },
         Scenario { name: "two-shot chain", crossovers: two_shot, ..SMALL },
         Scenario {
             name: "two-shot, sum, reserved, one device",
@@ -273,7 +278,8 @@ fn every_mutant_is_caught() {
             None => escaped.push(*mutant),
         }
     }
-    let is_ours = |m: &&emulator::Mutant| m.file != "flag_all_reduce.cu" && !m.name.starts_with("rank 1 stops");
+    let is_ours =
+        |m: &&emulator::Mutant| m.file != "flag_all_reduce.cu" && !m.name.starts_with("rank 1 stops");
     let of_this_harness = emulator::MUTANTS.iter().filter(is_ours).count();
     assert_eq!(cases.len(), of_this_harness, "every mutant of the crate's kernels has a case");
     assert!(escaped.is_empty(), "not caught: {escaped:?}");

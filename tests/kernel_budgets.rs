@@ -38,18 +38,20 @@ struct Budget {
     narrow_stores: u32,
 }
 
-/// What a block of 1024 threads leaves to each.
-const MAX_REGISTERS: u32 = 64;
+/// What the largest block of a world leaves to each thread: 1024 of them, or 512 for eight ranks.
+const fn max_registers(world: u32) -> u32 {
+    if world == 8 { 128 } else { 64 }
+}
 
 const BUDGETS: [Budget; 8] = [
-    Budget::new("one_shot", 1, 1900, 20, 100),
-    Budget::new("one_shot", 2, 2400, 28, 145),
-    Budget::new("one_shot", 4, 3300, 45, 235),
-    Budget::new("one_shot", 8, 5250, 80, 415),
-    Budget::new("two_shot", 2, 2950, 36, 195),
-    Budget::new("two_shot", 4, 3850, 54, 285),
-    Budget::new("two_shot", 8, 5650, 88, 465),
-    Budget::new("hierarchical", 8, 5600, 88, 470),
+    Budget::new("one_shot", 1, 1500, 14, 30),
+    Budget::new("one_shot", 2, 1700, 15, 32),
+    Budget::new("one_shot", 4, 2050, 17, 34),
+    Budget::new("one_shot", 8, 2250, 21, 38),
+    Budget::new("two_shot", 2, 2050, 19, 42),
+    Budget::new("two_shot", 4, 2250, 21, 44),
+    Budget::new("two_shot", 8, 2600, 25, 48),
+    Budget::new("hierarchical", 8, 2950, 32, 66),
 ];
 
 impl Budget {
@@ -196,7 +198,7 @@ impl Kernel {
         at_most("bytes of local memory", self.local, 0);
         at_most("local loads and stores (spills)", self.spills, 0);
         at_most("system fences", self.sys_fences, 0);
-        at_most("registers", self.registers, MAX_REGISTERS);
+        at_most("registers", self.registers, max_registers(budget.world));
         at_most("instructions", self.instructions, budget.instructions);
         at_most("narrow loads", self.loads.narrow(), budget.narrow_loads);
         at_most("narrow stores", self.stores.narrow(), budget.narrow_stores);

@@ -1,7 +1,7 @@
 //! Backends: where the draft model runs and the target's logits are read.
 //!
-//! Users hold a backend *value* and give it to a [`Speculator`](crate::Speculator); nothing is inferred and
-//! there is no global default.
+//! Users hold a backend *value* and give it to a [`Speculator`](crate::Speculator) or a
+//! [`Group`](crate::comm::Group); nothing is inferred and there is no global default.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

@@ -34,6 +34,8 @@
 //! # Ok::<(), eagle_verify::Error>(())
 //! ```
 
+#[cfg(feature = "cuda")]
+pub(crate) mod geometry;
 pub(crate) mod plan;
 mod rendezvous;
 
@@ -57,7 +59,8 @@ pub struct GroupConfig {
     pub hidden: usize,
     /// The most rows of a call, up to 512. Sets the memory that each rank holds.
     pub max_rows: usize,
-    /// How long a rank waits for its peers in a call before it gives the group up.
+    /// How long a call waits for peers at most, from 1 ms to an hour. On a GPU a rank may be late by half of it:
+    /// later hops get more, so that the rank that is lost is the one that is named.
     pub time_limit: Duration,
     /// Which algorithm is for which payload; `None` for [`Crossovers::predicted`] with one island.
     pub crossovers: Option<Crossovers>,
@@ -89,9 +92,9 @@ impl GroupConfig {
         let crossovers = self.crossovers.unwrap_or(Crossovers::predicted(world, false));
         let shape = Shape { world, hidden: self.hidden, max_rows: self.max_rows, crossovers };
         shape.check()?;
-        if self.time_limit.is_zero() || self.time_limit > Duration::from_secs(3600) {
+        if self.time_limit < Duration::from_millis(1) || self.time_limit > Duration::from_secs(3600) {
             let seen = format!("{:?}", self.time_limit);
-            return Err(Error::misuse("time limit", "more than nothing, at most an hour", seen));
+            return Err(Error::misuse("time limit", "from 1 ms to an hour", seen));
         }
         if self.max_blocks == 0 || !(1..=4).contains(&self.max_warps_per_group) {
             let seen = format!("{} and {}", self.max_blocks, self.max_warps_per_group);
@@ -187,6 +190,9 @@ pub enum Quantized<'a, B: GroupBackend> {
 ///
 /// Dropping it frees what the rank holds; the memory that peers may still write into is freed with the last of
 /// the ranks' handles.
+///
+/// On a GPU, allocate before the first call: allocating and freeing device memory (of this crate or others) may
+/// wait for kernels, and a peer's kernel may be waiting for this rank's next call.
 pub struct Group<B: GroupBackend, T: Element> {
     rank: Rank,
     shape: Shape,
@@ -226,9 +232,9 @@ impl<B: GroupBackend, T: Element> Group<B, T> {
         self.shape.world
     }
 
-    /// The algorithm that a call of `rows` takes on a GPU.
-    pub fn algorithm(&self, rows: usize) -> Algorithm {
-        self.shape.algorithm(rows)
+    /// The algorithm that a call of `rows` takes on a GPU; `None` where the group takes no such call.
+    pub fn algorithm(&self, rows: usize) -> Option<Algorithm> {
+        (1..=self.shape.max_rows).contains(&rows).then(|| self.shape.algorithm(rows))
     }
 
     /// `output = sum of partials`, rounded once: [`sum_ranks`](crate::norm::sum_ranks). Both are
@@ -245,7 +251,7 @@ impl<B: GroupBackend, T: Element> Group<B, T> {
 
     /// `residual += sum of partials`, then `outputs = norm(residual)`:
     /// [`RmsNorm::reduce_add_norm`]. `partial` and `residual` are `[rows, hidden]`, `weight` is `[hidden]`;
-    /// `residual`, `weight` and `norm` are the same on all ranks.
+    /// `residual`, `weight` and `norm` are the same on all ranks: another norm is noticed, other contents are not.
     ///
     /// On a CPU it returns with the results, on a GPU the work is queued on the backend's stream, and may be
     /// captured in a graph.
@@ -299,7 +305,6 @@ impl<B: GroupBackend, T: Element> Group<B, T> {
     }
 }
 
-
 impl<B: GroupBackend, T: Element> std::fmt::Debug for Group<B, T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Group({} of {}, {})", self.rank, self.shape.world.get(), T::NAME)
@@ -312,25 +317,46 @@ pub(crate) enum Cause {
     /// The peer did not come in time.
     Timeout,
     /// The peer made another call.
-    Mismatch {
-        own: Tag,
-        peer: Tag,
-    },
+    Mismatch { own: Tag, peer: Tag },
     /// Another rank gave up, because of this peer.
     Aborted,
+    /// The peer has dropped its handle.
+    Left,
 }
 
-/// What a call must have in common on all ranks.
+/// What a call must have in common on all ranks: the operation with its parameters, the algorithm, the rows.
+/// What a weight or a residual holds is not in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tag(pub(crate) u32);
 
 impl Tag {
-    /// As kernels/all_reduce_norm.cu makes it.
+    /// The bits of kernels/abi.h, but for the number of blocks, which a kernel adds.
+    pub(crate) fn new(rows: usize, algorithm: Algorithm, norm: Option<&RmsNorm>) -> Self {
+        let algorithm = match algorithm {
+            Algorithm::OneShot => 0,
+            Algorithm::TwoShot => 1,
+            Algorithm::Hierarchical => 2,
+        };
+        let norm = norm.map_or(0, |norm| {
+            let epsilon = norm.epsilon().to_bits().to_le_bytes().into_iter().fold(0, |a, b| a ^ b);
+            1 << 28 | u32::from(norm.weight_is_plus_one()) << 29 | u32::from(epsilon) << 20
+        });
+        Self(algorithm << 30 | norm | rows as u32)
+    }
+
     fn describe(self) -> String {
-        let algorithm = ["one-shot", "two-shot", "hierarchical"].get((self.0 >> 28) as usize).unwrap_or(&"?");
-        let what = if self.0 >> 24 & 1 == 1 { "reduce_add_norm" } else { "all_reduce" };
-        let (blocks, rows) = (self.0 >> 12 & 0xFFF, self.0 & 0xFFF);
-        format!("{what} of {rows} rows ({algorithm}, {blocks} blocks)")
+        let bits = |shift: u32, count: u32| self.0 >> shift & ((1 << count) - 1);
+        let algorithm = ["one-shot", "two-shot", "hierarchical", "?"][bits(30, 2) as usize];
+        let what = match bits(28, 2) {
+            0 => "all_reduce".to_string(),
+            kind => {
+                let weight = if kind & 2 == 0 { "weight" } else { "1 + weight" };
+                format!("reduce_add_norm ({weight}, epsilon #{:02x})", bits(20, 8))
+            }
+        };
+        let blocks = bits(10, 10);
+        let how = if blocks == 0 { String::new() } else { format!(" ({algorithm}, {blocks} blocks)") };
+        format!("{what} of {} rows{how}", bits(0, 10))
     }
 }
 
@@ -341,7 +367,7 @@ impl Cause {
         match self {
             Self::Timeout => {
                 let seen = format!("nothing while waiting for {phase}; the group is lost");
-                Error::fault(subject, format!("rank {peer} to answer within {limit:?}"), seen)
+                Error::fault(subject, format!("rank {peer} to answer (time limit {limit:?})"), seen)
             }
             Self::Mismatch { own, peer: theirs } => {
                 let seen = format!("{} by rank {peer}; the group is lost", theirs.describe());
@@ -349,6 +375,10 @@ impl Cause {
             }
             Self::Aborted => {
                 let seen = format!("another rank gave up on rank {peer}; the group is lost");
+                Error::fault(subject, "all ranks to go on", seen)
+            }
+            Self::Left => {
+                let seen = format!("rank {peer} gone while waiting for {phase}; the group is lost");
                 Error::fault(subject, "all ranks to go on", seen)
             }
         }

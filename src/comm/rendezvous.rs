@@ -25,11 +25,23 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What each rank has brought to each stage.
-    stages: Vec<Vec<Option<Arc<dyn Any + Send + Sync>>>>,
+    stages: Vec<Stage>,
     /// Why there will be no group.
     broken: Option<Error>,
 }
+
+/// What each rank has brought to a stage; dropped when all have taken it, since it may be memory.
+#[derive(Debug)]
+struct Stage {
+    has_come: Vec<bool>,
+    offers: Vec<Option<Offer>>,
+    num_taken: usize,
+}
+
+type Offer = Arc<dyn Any + Send + Sync>;
+
+/// Longer limits are this.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 impl Rendezvous {
     /// A meeting place for `world` ranks that wait for each other for at most `time_limit`.
@@ -42,58 +54,94 @@ impl Rendezvous {
         self.world
     }
 
+    /// Says that `rank` will not come, because of `error`: for a rank that fails before it can join. The others
+    /// need not wait for it.
+    pub fn abandon(&self, rank: Rank, error: &Error) {
+        self.break_off(error.elsewhere(rank));
+    }
+
     /// Brings `offer` to a stage and returns what all ranks brought, by rank. An error that one rank brings is
-    /// an error for all.
+    /// an error of the same kind for all.
     pub(crate) fn exchange<T: Send + Sync + 'static>(
         &self,
         rank: Rank,
         stage: usize,
         offer: Result<T>,
     ) -> Result<Vec<Arc<T>>> {
+        let offer: Offer = match offer {
+            Ok(offer) => Arc::new(offer),
+            Err(error) => {
+                self.abandon(rank, &error);
+                return Err(error);
+            }
+        };
+        let outcome = self.pass(rank, stage, offer);
+        if let Err(error) = &outcome {
+            self.break_off(error.clone());
+        }
+        let downcast = |offer: Offer| offer.downcast().map_err(|_| another_type(rank));
+        outcome?.into_iter().map(downcast).collect()
+    }
+
+    fn pass(&self, rank: Rank, stage: usize, offer: Offer) -> Result<Vec<Offer>> {
+        let world = self.world.get();
         let mut state = self.shared.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = &state.broken {
             return Err(error.clone());
         }
-        if state.stages.len() <= stage {
-            state.stages.resize_with(stage + 1, || vec![None; self.world.get()]);
+        while state.stages.len() <= stage {
+            state.stages.push(Stage {
+                has_come: vec![false; world],
+                offers: vec![None; world],
+                num_taken: 0,
+            });
         }
-        if state.stages[stage][rank.index()].is_some() {
-            return Err(Error::misuse("rendezvous", "every rank once, for one group", format!("{rank} again")));
+        if std::mem::replace(&mut state.stages[stage].has_come[rank.index()], true) {
+            return Err(Error::misuse(
+                "rendezvous",
+                "every rank once, for one group",
+                format!("{rank} again"),
+            ));
         }
-        match offer {
-            Ok(offer) => state.stages[stage][rank.index()] = Some(Arc::new(offer)),
-            Err(error) => {
-                let own = error.clone();
-                let seen = format!("{rank}: {error}");
-                state.broken = Some(Error::fault("group", "every rank to be ready", seen));
-                self.shared.changed.notify_all();
-                return Err(own);
-            }
-        }
+        state.stages[stage].offers[rank.index()] = Some(offer);
         self.shared.changed.notify_all();
 
-        let deadline = Instant::now() + self.time_limit;
+        let deadline = Instant::now() + self.time_limit.min(LONGEST);
         loop {
-            let all: Option<Vec<_>> = state.stages[stage].iter().cloned().collect();
-            if let Some(all) = all {
-                return all.into_iter().map(|offer| offer.downcast().map_err(|_| another_type(rank))).collect();
+            let place = &mut state.stages[stage];
+            if let Some(all) = place.offers.iter().cloned().collect::<Option<Vec<_>>>() {
+                place.num_taken += 1;
+                if place.num_taken == world {
+                    place.offers.fill(None); // `all` is not the last: nothing is freed under the lock
+                }
+                return Ok(all);
             }
             if let Some(error) = &state.broken {
                 return Err(error.clone());
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let missing = self.world.ranks().filter(|rank| state.stages[stage][rank.index()].is_none());
+                let missing = self.world.ranks().filter(|rank| !state.stages[stage].has_come[rank.index()]);
                 let missing = missing.map(|rank| rank.to_string()).collect::<Vec<_>>().join(", ");
-                let wanted = format!("all {} ranks within {:?}", self.world.get(), self.time_limit);
-                let error = Error::fault("group", wanted, format!("no sign of {missing}"));
-                state.broken = Some(error.clone());
-                self.shared.changed.notify_all();
-                return Err(error);
+                let wanted = format!("all {world} ranks within {:?}", self.time_limit);
+                return Err(Error::fault("group", wanted, format!("no sign of {missing}")));
             }
             let woken = self.shared.changed.wait_timeout(state, left);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// There will be no group: all ranks that wait or come hear why.
+    fn break_off(&self, error: Error) {
+        let mut state = self.shared.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.broken.get_or_insert(error);
+        // A stage where all have come is passed by all: its last taker empties it.
+        let incomplete = state.stages.iter_mut().filter(|stage| stage.has_come.contains(&false));
+        let offers: Vec<Offer> =
+            incomplete.flat_map(|stage| stage.offers.iter_mut().filter_map(Option::take)).collect();
+        drop(state);
+        self.shared.changed.notify_all();
+        drop(offers); // not under the lock: it may be memory of a device
     }
 }
 
@@ -138,11 +186,50 @@ mod tests {
     #[test]
     fn one_failing_rank_fails_all() {
         let seen = run(WorldSize::Four, Duration::from_secs(10), |rank, place| {
-            let offer = if rank.index() == 2 { Err(Error::fault("device", "memory", "none")) } else { Ok(()) };
-            place.exchange(rank, 0, Ok(0)).and_then(|_| place.exchange(rank, 1, offer)).unwrap_err().to_string()
+            let failed = Error::unsupported("device", "memory", "none");
+            let offer = if rank.index() == 2 { Err(failed) } else { Ok(()) };
+            place
+                .exchange(rank, 0, Ok(0))
+                .and_then(|_| place.exchange(rank, 1, offer))
+                .unwrap_err()
+                .to_string()
         });
-        assert!(seen.iter().all(|s| s.contains("device: wanted memory, seen none")), "{seen:?}");
-        assert!(seen[0].contains("rank 2"));
+        assert_eq!(seen[2], "unsupported: device: wanted memory, seen none");
+        for rank in [0, 1, 3] {
+            assert_eq!(seen[rank], "unsupported: device of rank 2: wanted memory, seen none");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_cannot_come_says_so() {
+        let started = Instant::now();
+        let seen = run(WorldSize::Two, Duration::from_secs(60), |rank, place| match rank.index() {
+            0 => place.exchange(rank, 0, Ok(())).unwrap_err().to_string(),
+            _ => {
+                place.abandon(rank, &Error::fault("file", "weights", "none"));
+                String::new()
+            }
+        });
+        assert_eq!(seen[0], "fault: file of rank 1: wanted weights, seen none");
+        assert!(started.elapsed() < Duration::from_secs(30));
+    }
+
+    /// What ranks exchange may be device memory: the meeting place does not keep it.
+    #[test]
+    fn offers_are_dropped_once_all_have_them() {
+        let place = Rendezvous::new(WorldSize::Two, Duration::MAX);
+        let offer = Arc::new(());
+        std::thread::scope(|scope| {
+            for rank in WorldSize::Two.ranks() {
+                let (place, offer) = (&place, Arc::clone(&offer));
+                scope.spawn(move || place.exchange(rank, 0, Ok(offer)).unwrap());
+            }
+        });
+        assert_eq!(Arc::strong_count(&offer), 1);
+        let rank = Rank::new(0, WorldSize::Two).unwrap();
+        place.abandon(rank, &Error::fault("a", "b", "c"));
+        assert!(place.exchange(rank, 1, Ok(Arc::clone(&offer))).is_err());
+        assert_eq!(Arc::strong_count(&offer), 1);
     }
 
     #[test]

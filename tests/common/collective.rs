@@ -1,11 +1,13 @@
 //! One suite for collectives, on any backend: cases as data, the specification, and how to run a case.
+#![allow(dead_code)] // each test crate uses its part
 
 use std::ops::Range;
 use std::time::Duration;
 
 use bytemuck::Pod;
 use eagle_verify::comm::{
-    Algorithm, Crossovers, Group, GroupBackend, GroupConfig, NormOutputs, Quantized, Rank, Rendezvous, WorldSize,
+    Algorithm, Crossovers, Group, GroupBackend, GroupConfig, NormOutputs, Quantized, Rank, Rendezvous,
+    WorldSize,
 };
 use eagle_verify::norm::{quantize_rows, quantize_static, sum_ranks};
 use eagle_verify::{Element, RmsNorm};

@@ -2,29 +2,34 @@
 //!
 //! Each rank has a slab that it alone writes and all read. A call has two phases: every rank posts the partial's
 //! columns that others own; then every rank reduces the columns it owns, with the residual, and posts them. A
-//! post is a release store of the call's number, so what was written before it is seen by those who acquire
-//! it. Slots alternate between calls. A rank writes a slot of call n again in call n + 2, after it saw all posts
-//! of call n + 1; those came after their ranks had finished with call n. So two slots suffice.
+//! post is a release store of the call's number, so what was written before it is seen by those who acquire it.
+//!
+//! One slab without slots suffices. A rank overwrites its partial in call n + 1, after it saw the second posts of
+//! call n by all ranks, which they made when they were done with the partials of n. It overwrites its results in
+//! the second phase of n + 1, after it saw the first posts of n + 1, which all made when they were done with n.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
 use multiversion::multiversion;
 
 use super::Cpu;
 use super::threads::spin_until;
-use crate::comm::plan::{Rank, Shape};
+use crate::comm::plan::{Algorithm, Rank, Shape};
 use crate::comm::{Call, Cause, GroupBackend, GroupConfig, Quantized, Rendezvous, Tag, sealed};
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::norm::{RmsNorm, quantize, row_scale};
 
 const PHASES: [&str; 2] = ["its partial", "its results"];
+
+/// A wait spins for so long before it lets other threads run: there may be more ranks than cores.
+const POLITE: Duration = Duration::from_micros(2);
 
 /// One rank's memory that its peers read.
 #[derive(Debug)]
@@ -35,6 +40,8 @@ struct Slab<T> {
     posts: [Post; 2],
     /// 1 + the rank that the group was given up on; 0 while all is well. Written by anyone.
     abort: Post,
+    /// Not 0 once the owner has dropped its handle.
+    left: Post,
 }
 
 /// On a cache line pair of its own: its poller shall not be disturbed.
@@ -42,7 +49,7 @@ struct Slab<T> {
 #[repr(align(128))]
 struct Post(AtomicU64);
 
-/// `[2 slots][max_rows, hidden]`, written by one thread and read by others.
+/// `[max_rows, hidden]`, written by one thread and read by others.
 #[derive(Debug)]
 struct Cells<T>(Box<[UnsafeCell<T>]>);
 
@@ -101,12 +108,13 @@ impl GroupBackend for Cpu {
         shape: Shape,
         config: &GroupConfig,
     ) -> Result<Member<T>> {
-        let len = if shape.world.get() == 1 { 0 } else { 2 * shape.max_rows * shape.hidden };
+        let len = if shape.world.get() == 1 { 0 } else { shape.max_rows * shape.hidden };
         let slab = Slab {
             partials: Cells::new(len),
             results: Cells::new(len),
             posts: [0, 1].map(|_| Post(AtomicU64::new(post(config.first_epoch, Tag(0))))),
             abort: Post::default(),
+            left: Post::default(),
         };
         let slabs = rendezvous.exchange(rank, 1, Ok(slab))?;
         Ok(Member {
@@ -130,16 +138,18 @@ impl GroupBackend for Cpu {
     }
 
     fn reduce<T: Element>(member: &mut Member<T>, mut call: Call<'_, Self, T>) -> Result<()> {
+        Self::check(member)?;
         let outcome = member.reduce(&mut call);
         if let Err(error) = &outcome {
-            member.fault.get_or_insert_with(|| error.clone());
+            member.fault = Some(error.clone());
             poison(call);
         }
         outcome
     }
 
     fn check<T: Element>(member: &Member<T>) -> Result<()> {
-        member.fault.clone().map_or(Ok(()), Err)
+        member.fault.clone().map_or(Ok(()), Err)?;
+        member.is_aborted(PHASES[0])
     }
 }
 
@@ -149,15 +159,15 @@ const fn post(epoch: u32, tag: Tag) -> u64 {
 
 impl<T: Element> Member<T> {
     fn reduce(&mut self, call: &mut Call<'_, Cpu, T>) -> Result<()> {
-        Cpu::check(self).and_then(|()| self.is_aborted(PHASES[0]))?;
+        let started = Instant::now();
         self.epoch = self.epoch.wrapping_add(1);
-        let tag = Tag(u32::from(call.norm.is_some()) << 24 | call.rows as u32);
+        let tag = Tag::new(call.rows, Algorithm::TwoShot, call.norm.as_ref().map(|inputs| &inputs.norm));
         self.send_partial(call);
         self.post(0, tag);
-        self.wait_for_all(0, tag)?;
+        self.wait_for_all(0, tag, started)?;
         self.reduce_owned_columns(call);
         self.post(1, tag);
-        self.wait_for_all(1, tag)?;
+        self.wait_for_all(1, tag, started)?;
         self.finish_rows(call);
         Ok(())
     }
@@ -169,8 +179,7 @@ impl<T: Element> Member<T> {
     }
 
     fn place(&self, row: usize, columns: &Range<usize>) -> Range<usize> {
-        let slot = self.epoch as usize % 2 * self.shape.max_rows;
-        let start = (slot + row) * self.shape.hidden;
+        let start = row * self.shape.hidden;
         start + columns.start..start + columns.end
     }
 
@@ -181,7 +190,7 @@ impl<T: Element> Member<T> {
         let own = self.owned(self.rank);
         for (row, partial) in call.partial.chunks_exact(self.shape.hidden).enumerate() {
             for columns in [0..own.start, own.end..self.shape.hidden] {
-                // SAFETY: only this rank writes its partials, and its peers are done with this slot.
+                // SAFETY: only this rank writes its partials, and its peers are done with those of the last call.
                 let to = unsafe { self.slabs[self.rank].partials.write(self.place(row, &columns)) };
                 to.copy_from_slice(&partial[columns]);
             }
@@ -196,8 +205,8 @@ impl<T: Element> Member<T> {
             for (rank, (partial, slab)) in partials.iter_mut().zip(&self.slabs).enumerate() {
                 *partial = match rank == self.rank {
                     true => &call.partial[in_row.clone()],
-                    // SAFETY: `rank` posted its partial of this call, and will not write this slot before this
-                    // rank has posted again.
+                    // SAFETY: `rank` posted its partial of this call, and will not write it again before this
+                    // rank has made its second post.
                     false => unsafe { slab.partials.read(self.place(row, &own)) },
                 };
             }
@@ -216,7 +225,7 @@ impl<T: Element> Member<T> {
                 (None, None) => return,
             };
             if self.slabs.len() > 1 {
-                // SAFETY: only this rank writes its results, and its peers are done with this slot.
+                // SAFETY: only this rank writes its results, and its peers are done with those of the last call.
                 let to = unsafe { self.slabs[self.rank].results.write(self.place(row, &own)) };
                 to.copy_from_slice(result);
             }
@@ -234,8 +243,8 @@ impl<T: Element> Member<T> {
             };
             for (rank, slab) in self.slabs.iter().enumerate().filter(|(rank, _)| *rank != self.rank) {
                 let columns = self.owned(rank);
-                // SAFETY: `rank` posted its results of this call, and will not write this slot before this
-                // rank has posted again.
+                // SAFETY: `rank` posted its results of this call, and will not write them again before this
+                // rank has made its first post of the next.
                 let from = unsafe { slab.results.read(self.place(row, &columns)) };
                 sum[columns].copy_from_slice(from);
             }
@@ -246,7 +255,9 @@ impl<T: Element> Member<T> {
             };
             normalise(&inputs.norm, &inputs.residual[in_row.clone()], inputs.weight, &mut self.row, output);
             match &mut call.quantized {
-                Some(Quantized::Static { values, scale }) => quantize_fast(output, *scale, &mut values[in_row]),
+                Some(Quantized::Static { values, scale }) => {
+                    quantize_fast(output, *scale, &mut values[in_row])
+                }
                 Some(Quantized::PerRow { values, scales }) => {
                     scales[row] = row_scale(output);
                     quantize_fast(output, scales[row], &mut values[in_row]);
@@ -260,26 +271,26 @@ impl<T: Element> Member<T> {
         self.slabs[self.rank].posts[phase].0.store(post(self.epoch, tag), Ordering::Release);
     }
 
-    fn wait_for_all(&self, phase: usize, tag: Tag) -> Result<()> {
+    fn wait_for_all(&self, phase: usize, tag: Tag, started: Instant) -> Result<()> {
         (0..self.slabs.len()).filter(|rank| *rank != self.rank).try_for_each(|peer| {
-            let mut seen = 0;
-            let wanted = post(self.epoch, tag);
-            let arrived = || {
-                let value = self.slabs[peer].posts[phase].0.load(Ordering::Acquire);
-                (value >> 32) as u32 == self.epoch || self.slabs[self.rank].abort.0.load(Ordering::Relaxed) != 0
+            let slab = &self.slabs[peer];
+            let seen = || slab.posts[phase].0.load(Ordering::Acquire);
+            let has_come = |seen: u64| (seen >> 32) as u32 == self.epoch;
+            let is_over = || {
+                // Before the post: who has left has made all posts that it ever will.
+                let has_left = slab.left.0.load(Ordering::Acquire) != 0;
+                has_come(seen()) || has_left || self.slabs[self.rank].abort.0.load(Ordering::Relaxed) != 0
             };
-            let in_time = spin_until(self.time_limit, arrived);
-            if in_time {
-                seen = self.slabs[peer].posts[phase].0.load(Ordering::Acquire);
-            }
-            if seen == wanted {
-                return Ok(());
-            }
-            let cause = if (seen >> 32) as u32 == self.epoch {
-                Cause::Mismatch { own: tag, peer: Tag(seen as u32) }
-            } else {
-                self.is_aborted(PHASES[phase])?;
-                Cause::Timeout
+            let limit = self.time_limit.saturating_sub(started.elapsed());
+            let in_time = has_come(seen()) || spin_until(limit, POLITE, is_over);
+            let seen = seen();
+            let cause = match has_come(seen) {
+                true if seen == post(self.epoch, tag) => return Ok(()),
+                true => Cause::Mismatch { own: tag, peer: Tag(seen as u32) },
+                false => {
+                    self.is_aborted(PHASES[phase])?;
+                    if in_time { Cause::Left } else { Cause::Timeout }
+                }
             };
             Err(self.give_up(cause, peer, PHASES[phase]))
         })
@@ -288,7 +299,7 @@ impl<T: Element> Member<T> {
     /// Tells all ranks of a lost peer, and makes the error. A mismatch they all see for themselves, and this
     /// rank may be the odd one.
     fn give_up(&self, cause: Cause, peer: usize, phase: &str) -> Error {
-        if cause == Cause::Timeout {
+        if matches!(cause, Cause::Timeout | Cause::Left) {
             for slab in &self.slabs {
                 slab.abort.0.store(1 + peer as u64, Ordering::Relaxed);
             }
@@ -296,11 +307,21 @@ impl<T: Element> Member<T> {
         cause.error(self.rank, peer, phase, self.epoch, self.time_limit)
     }
 
+    /// The error if another rank has given up.
     fn is_aborted(&self, phase: &str) -> Result<()> {
         match self.slabs[self.rank].abort.0.load(Ordering::Relaxed) {
             0 => Ok(()),
-            peer => Err(Cause::Aborted.error(self.rank, peer as usize - 1, phase, self.epoch, self.time_limit)),
+            peer => {
+                Err(Cause::Aborted.error(self.rank, peer as usize - 1, phase, self.epoch, self.time_limit))
+            }
         }
+    }
+}
+
+impl<T: Element> Drop for Member<T> {
+    /// Whoever waits for this rank need not wait for the limit.
+    fn drop(&mut self) {
+        self.slabs[self.rank].left.0.store(1, Ordering::Release);
     }
 }
 
@@ -414,12 +435,14 @@ mod tests {
                             crossovers: crate::comm::Crossovers::predicted(WorldSize::Four, false),
                         };
                         rendezvous.exchange(rank, 0, Ok((shape, config, "bf16"))).unwrap();
-                        let mut member: Member<half::bf16> = cpu.join(rendezvous, rank, shape, &config).unwrap();
+                        let mut member: Member<half::bf16> =
+                            cpu.join(rendezvous, rank, shape, &config).unwrap();
                         let (norm, output) = (None, Some(&mut output[..]));
                         let call = Call { rows: 2, partial: &partial[..], norm, output, quantized: None };
                         member.epoch += 1;
                         member.send_partial(&call);
-                        member.post(0, Tag(2));
+                        member.post(0, Tag::new(2, Algorithm::TwoShot, None));
+                        std::mem::forget(member); // it does not even leave
                         return;
                     }
                     let mut group = Group::<Cpu, half::bf16>::join(cpu, rendezvous, rank, config).unwrap();

@@ -160,7 +160,7 @@ impl Team {
             shared.wake.notify_all();
         }
         let own = panic::catch_unwind(AssertUnwindSafe(|| shared.take_tasks(0, action)));
-        spin_until(Duration::MAX, || shared.num_busy.load(Ordering::Acquire) == 0);
+        spin_until(Duration::MAX, POLITE, || shared.num_busy.load(Ordering::Acquire) == 0);
         let theirs = shared.panicked.swap(false, Ordering::Relaxed);
         drop(turn);
         if let Err(payload) = own {
@@ -279,7 +279,7 @@ impl Shared {
     }
 
     fn wait_for_change(&self, seen: u64) {
-        if spin_until(SPIN, || self.generation.load(Ordering::Relaxed) != seen) {
+        if spin_until(SPIN, POLITE, || self.generation.load(Ordering::Relaxed) != seen) {
             return;
         }
         self.num_sleeping.fetch_add(1, Ordering::SeqCst);
@@ -292,8 +292,9 @@ impl Shared {
     }
 }
 
-/// Waits without sleeping until `is_over`, for `limit` at most. Says whether it is over.
-pub(super) fn spin_until(limit: Duration, is_over: impl Fn() -> bool) -> bool {
+/// Waits without sleeping until `is_over`, for `limit` at most; after `polite` other threads may go first. Says
+/// whether it is over.
+pub(super) fn spin_until(limit: Duration, polite: Duration, is_over: impl Fn() -> bool) -> bool {
     let started = Instant::now();
     loop {
         for _ in 0..32 {
@@ -306,8 +307,8 @@ pub(super) fn spin_until(limit: Duration, is_over: impl Fn() -> bool) -> bool {
         if waited > limit {
             return false;
         }
-        // Later than any gap inside a pass: perhaps somebody waits for this very processor.
-        if waited > POLITE {
+        // Perhaps somebody whom we wait for waits for this very processor.
+        if waited > polite {
             std::thread::yield_now();
         }
     }

@@ -1,14 +1,14 @@
-//! A device with a stream: memory, transfers, graphs. The only file that owns driver objects.
+//! A device with a stream: contexts, modules, transfers, graphs.
 
 use std::ffi::{CString, c_int, c_void};
 use std::marker::PhantomData;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
+use super::memory::{Buffer, Memory};
 use super::{images, probe};
 use crate::error::{Error, Result, expect_len};
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Result, expect_len};
 ///
 /// Clones are the same stream. All work of a value is queued on its stream, in the order of the calls; values for
 /// the same device run beside each other. Memory is allocated outside of the driver's pools, so that peers
-/// can map it.
+/// can map it. Calls make the device's primary context the current one of their thread, and leave it so.
 #[derive(Clone, Debug)]
 pub struct Cuda(Arc<Inner>);
 
@@ -26,6 +26,7 @@ struct Inner {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    owns_stream: bool,
     modules: Vec<sys::CUmodule>,
 }
 
@@ -47,45 +48,83 @@ impl Cuda {
     /// Device `ordinal` with the kernels that this crate was built with.
     ///
     /// # Errors
-    /// *Unsupported* without a usable driver, or when the crate was built without nvcc: it says why. *Misuse*
-    /// when there is no such device; *fault* when the device fails, or the kernels are not for it.
+    /// *Unsupported* without a usable driver, when the crate was built without nvcc (it says why), or without
+    /// kernels for this device. *Misuse* when there is no such device; *fault* when the device fails.
     pub fn new(ordinal: usize) -> Result<Self> {
-        if images::IMAGES.is_empty() {
-            let wanted = "a build that found nvcc (EAGLE_VERIFY_REQUIRE_KERNELS=1 makes sure)";
-            return Err(Error::unsupported("CUDA kernels", wanted, images::WHY_NONE));
-        }
-        let images: Vec<&[u8]> = images::IMAGES.iter().map(|(_, image)| *image).collect();
-        Self::with_kernels(ordinal, &images)
+        Self::with_kernels(ordinal, images::IMAGES)
     }
 
-    /// Device `ordinal` with other images (cubins or fatbins of the files in `kernels/`), for example
-    /// compiled for another architecture.
+    /// Device `ordinal` with other kernels than [`kernel_images`](super::kernel_images): named cubins or fatbins
+    /// of the files in `kernels/`, for example compiled for another architecture.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn with_kernels(ordinal: usize, images: &[&[u8]]) -> Result<Self> {
+    pub fn with_kernels(ordinal: usize, images: &[(&str, &[u8])]) -> Result<Self> {
+        Self::open(ordinal, images, None)
+    }
+
+    /// As [`with_kernels`](Self::with_kernels), with all work queued on a stream of the engine (a `CUstream`, or
+    /// a `cudaStream_t` of the runtime) and in order with the engine's own. The engine may capture it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    ///
+    /// # Safety
+    /// `stream` is a stream of the device's primary context, and outlives this value, its clones, and all buffers,
+    /// graphs and groups made with them.
+    pub unsafe fn on_stream(ordinal: usize, images: &[(&str, &[u8])], stream: *mut c_void) -> Result<Self> {
+        Self::open(ordinal, images, Some(stream.cast()))
+    }
+
+    fn open(ordinal: usize, images: &[(&str, &[u8])], stream: Option<sys::CUstream>) -> Result<Self> {
+        if images.is_empty() {
+            let wanted = "a build that found nvcc (EAGLE_VERIFY_REQUIRE_KERNELS=1 makes sure)";
+            return Err(Error::unsupported("CUDA kernels", wanted, images::WHY_NONE));
+        }
         let num_devices = probe::num_devices()?;
         if ordinal >= num_devices {
             return Err(Error::misuse("device ordinal", format!("below {num_devices}"), ordinal));
         }
-        let check = |call, result| checked(ordinal, call, result);
         let device = checked(ordinal, "cuDeviceGet", result::device::get(ordinal as c_int))?;
         // SAFETY: `device` is valid. Released by `Inner`.
         let context = unsafe { result::primary_ctx::retain(device) };
         let context = checked(ordinal, "cuDevicePrimaryCtxRetain", context)?;
-        let mut inner = Inner { ordinal, device, context, stream: std::ptr::null_mut(), modules: Vec::new() };
+        let owns_stream = stream.is_none();
+        let stream = stream.unwrap_or(std::ptr::null_mut());
+        let mut inner = Inner { ordinal, device, context, stream, owns_stream, modules: Vec::new() };
         inner.bind()?;
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
-        inner.stream = checked(ordinal, "cuStreamCreate", stream)?;
-        for image in images {
+        if owns_stream {
+            let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
+            inner.stream = checked(ordinal, "cuStreamCreate", stream)?;
+        }
+        for (name, image) in images {
             // Aligned, and for PTX ended with a 0.
             let mut copy: Vec<u64> = vec![0; image.len() / 8 + 1];
             bytemuck::cast_slice_mut(&mut copy)[..image.len()].copy_from_slice(image);
             // SAFETY: `copy` is readable to its end; the driver checks the image's format.
-            let module = unsafe { result::module::load_data(copy.as_ptr().cast::<c_void>()) };
-            inner.modules.push(check("cuModuleLoadData", module)?);
+            match unsafe { result::module::load_data(copy.as_ptr().cast::<c_void>()) } {
+                Err(DriverError(
+                    sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU
+                    | sys::CUresult::CUDA_ERROR_INVALID_PTX
+                    | sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+                )) => {
+                    let (major, minor) = inner.compute_capability()?;
+                    let wanted = format!("code for sm_{major}{minor} (see EAGLE_VERIFY_CUDA_ARCHS)");
+                    let seen = format!("code for {}", images::ARCHS);
+                    return Err(Error::unsupported(format!("CUDA kernels `{name}`"), wanted, seen));
+                }
+                module => inner.modules.push(checked(ordinal, "cuModuleLoadData", module)?),
+            }
         }
         Ok(Self(Arc::new(inner)))
+    }
+
+    /// The number of devices on this machine.
+    ///
+    /// # Errors
+    /// *Unsupported* without a usable driver or device.
+    pub fn num_devices() -> Result<usize> {
+        probe::num_devices()
     }
 
     /// The device's ordinal.
@@ -93,12 +132,16 @@ impl Cuda {
         self.0.ordinal
     }
 
-    /// Memory for `len` elements, all bits zero.
+    /// Memory for `len` elements, all bits zero. Waits for the stream; and like any allocation it may wait for
+    /// every kernel of the device, so not while a peer waits for this rank.
     ///
     /// # Errors
     /// *Fault* when the device has no more.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
-        Ok(Buffer { memory: Memory::new(self, len * size_of::<T>(), 0)?, len, element: PhantomData })
+        let too_many =
+            || Error::misuse("buffer", "fewer bytes than there are addresses", format!("{len} elements"));
+        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(too_many)?;
+        Ok(Buffer { memory: Memory::new(self, bytes, 0)?, len, element: PhantomData })
     }
 
     /// A copy of `data` on the device. Returns when it is there.
@@ -117,11 +160,12 @@ impl Cuda {
     /// *Misuse* when the lengths differ; *fault* when the device fails.
     pub fn write<T: Pod>(&self, buffer: &mut Buffer<T>, data: &[T]) -> Result<()> {
         expect_len("buffer", data.len(), buffer.len)?;
+        self.expect_own(buffer)?;
         if data.is_empty() {
             return Ok(());
         }
         self.bind()?;
-        // SAFETY: the buffer has room for `data`, which lives until the stream is idle below.
+        // SAFETY: the buffer has room for `data`. The driver has read pageable memory when it returns.
         let copy = unsafe { result::memcpy_htod_async(buffer.memory.address, data, self.stream()) };
         self.check("cuMemcpyHtoDAsync", copy)?;
         self.synchronize()
@@ -132,10 +176,11 @@ impl Cuda {
     /// # Errors
     /// *Fault* when the device fails.
     pub fn download<T: Pod>(&self, buffer: &Buffer<T>) -> Result<Vec<T>> {
+        self.expect_own(buffer)?;
         let mut data = vec![T::zeroed(); buffer.len];
         if !data.is_empty() {
             self.bind()?;
-            // SAFETY: the buffer has `data.len()` elements; `data` lives until the stream is idle below.
+            // SAFETY: the buffer has `data.len()` elements. The driver has written pageable memory when it returns.
             let copy = unsafe { result::memcpy_dtoh_async(&mut data, buffer.memory.address, self.stream()) };
             self.check("cuMemcpyDtoHAsync", copy)?;
         }
@@ -163,11 +208,10 @@ impl Cuda {
         // SAFETY: the stream lives as long as `self`.
         let begun = unsafe { result::stream::begin_capture(self.stream(), mode) };
         self.check("cuStreamBeginCapture", begun)?;
+        let mut capture = Capture { cuda: self, is_open: true };
         let queued = queue();
-        // SAFETY: as above; the capture began.
-        let graph = unsafe { result::stream::end_capture(self.stream()) };
-        let graph = queued.and(self.check("cuStreamEndCapture", graph))?;
-        let mut graph = Graph { cuda: self.clone(), graph, exec: std::ptr::null_mut() };
+        let mut graph = Graph { cuda: self.clone(), graph: capture.end()?, exec: std::ptr::null_mut() };
+        queued?;
         // SAFETY: `graph.graph` was just made.
         let exec = unsafe { result::graph::instantiate(graph.graph, sys::CUgraphInstantiate_flags(0)) };
         graph.exec = self.check("cuGraphInstantiate", exec)?;
@@ -176,6 +220,13 @@ impl Cuda {
         self.check("cuGraphUpload", unsafe { result::graph::upload(graph.exec, self.stream()) })?;
         self.synchronize()?;
         Ok(graph)
+    }
+
+    fn expect_own<T>(&self, buffer: &Buffer<T>) -> Result<()> {
+        if buffer.memory.cuda.stream_id() == self.stream_id() {
+            return Ok(());
+        }
+        Err(Error::misuse("buffer", "one of this `Cuda`", "another's"))
     }
 
     pub(super) fn bind(&self) -> Result<()> {
@@ -194,37 +245,32 @@ impl Cuda {
         StreamId(self.0.stream as usize)
     }
 
-    pub(super) fn context(&self) -> ContextHandle {
-        ContextHandle(self.0.context)
-    }
-
     pub(super) fn multiprocessors(&self) -> Result<usize> {
-        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        // SAFETY: the device is valid.
-        let count = unsafe { result::device::get_attribute(self.0.device, attribute) };
-        Ok(self.check("cuDeviceGetAttribute", count)? as usize)
+        let count = self.0.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        Ok(count as usize)
     }
 
     /// Lets this device's kernels access memory of `peer`.
-    pub(super) fn enable_peer(&self, peer: ContextHandle, peer_ordinal: usize) -> Result<()> {
-        if peer_ordinal == self.0.ordinal {
+    pub(super) fn enable_peer(&self, peer: &Self) -> Result<()> {
+        let (own, peer) = (&self.0, &peer.0);
+        if own.ordinal == peer.ordinal {
             return Ok(());
         }
         self.bind()?;
         let mut can = 0;
-        // SAFETY: both ordinals name devices of this driver, so their handles are the ordinals' devices.
-        let asked = unsafe {
-            let peer_device = result::device::get(peer_ordinal as c_int);
-            let peer_device = self.check("cuDeviceGet", peer_device)?;
-            sys::cuDeviceCanAccessPeer(&mut can, self.0.device, peer_device).result()
-        };
+        // SAFETY: both are devices of this driver.
+        let asked = unsafe { sys::cuDeviceCanAccessPeer(&mut can, own.device, peer.device).result() };
         self.check("cuDeviceCanAccessPeer", asked)?;
         if can == 0 {
-            let wanted = format!("device {} to reach the memory of device {peer_ordinal}", self.0.ordinal);
-            return Err(Error::unsupported("peer access", wanted, "a driver or topology that does not allow it"));
+            let wanted = format!("device {} to reach the memory of device {}", own.ordinal, peer.ordinal);
+            return Err(Error::unsupported(
+                "peer access",
+                wanted,
+                "a driver or topology that does not allow it",
+            ));
         }
-        // SAFETY: the peer's context is alive: its rank takes part in the same exchange.
-        match unsafe { sys::cuCtxEnablePeerAccess(peer.0, 0) } {
+        // SAFETY: the peer's `Cuda` keeps its context.
+        match unsafe { sys::cuCtxEnablePeerAccess(peer.context, 0) } {
             sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
             other => self.check("cuCtxEnablePeerAccess", other.result()),
         }
@@ -237,13 +283,44 @@ impl Cuda {
         let name = CString::new(symbol).map_err(|_| missing())?;
         for module in &self.0.modules {
             // SAFETY: the module lives as long as `self`.
-            if let Ok(function) = unsafe { result::module::get_function(*module, name.clone()) } {
-                // SAFETY: `function` is of a live module.
-                self.check("cuFuncLoad", unsafe { sys::cuFuncLoad(function).result() })?;
-                return Ok(Kernel { function });
+            match unsafe { result::module::get_function(*module, name.clone()) } {
+                Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND)) => {}
+                function => {
+                    let function = self.check("cuModuleGetFunction", function)?;
+                    // SAFETY: `function` is of a live module.
+                    self.check("cuFuncLoad", unsafe { sys::cuFuncLoad(function).result() })?;
+                    return Ok(Kernel { function });
+                }
             }
         }
         Err(missing())
+    }
+}
+
+/// A capture that is ended also when its caller's closure panics: else the stream would record for ever.
+struct Capture<'a> {
+    cuda: &'a Cuda,
+    is_open: bool,
+}
+
+impl Capture<'_> {
+    fn end(&mut self) -> Result<sys::CUgraph> {
+        self.is_open = false;
+        self.cuda.bind()?;
+        // SAFETY: the stream lives as long as `cuda`; the capture began, and ends once.
+        let graph = unsafe { result::stream::end_capture(self.cuda.stream()) };
+        self.cuda.check("cuStreamEndCapture", graph)
+    }
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        if self.is_open
+            && let Ok(graph) = self.end()
+        {
+            // SAFETY: just made, used by nobody.
+            let _ = unsafe { result::graph::destroy(graph) };
+        }
     }
 }
 
@@ -252,21 +329,33 @@ impl Inner {
         // SAFETY: the primary context is retained.
         checked(self.ordinal, "cuCtxSetCurrent", unsafe { result::ctx::set_current(self.context) })
     }
+
+    fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32> {
+        // SAFETY: the device is valid.
+        let value = unsafe { result::device::get_attribute(self.device, attribute) };
+        checked(self.ordinal, "cuDeviceGetAttribute", value)
+    }
+
+    fn compute_capability(&self) -> Result<(i32, i32)> {
+        let major = self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        Ok((major, minor))
+    }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.bind().is_err() {
-            return; // the driver is shutting down
-        }
+        let is_bound = self.bind().is_ok();
         // SAFETY: nothing else holds these handles: buffers and graphs hold a `Cuda`, so they are gone. What
         // fails here was an error of earlier work, which its caller was told of.
         unsafe {
-            if !self.stream.is_null() {
+            if is_bound && !self.stream.is_null() {
                 let _ = result::stream::synchronize(self.stream);
-                let _ = result::stream::destroy(self.stream);
+                if self.owns_stream {
+                    let _ = result::stream::destroy(self.stream);
+                }
             }
-            for module in &self.modules {
+            for module in self.modules.iter().filter(|_| is_bound) {
                 let _ = result::module::unload(*module);
             }
             let _ = result::primary_ctx::release(self.device);
@@ -278,15 +367,6 @@ impl Drop for Inner {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct StreamId(usize);
 
-/// A context that another rank may be told of.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct ContextHandle(sys::CUcontext);
-
-// SAFETY: a context may be named from any thread.
-unsafe impl Send for ContextHandle {}
-// SAFETY: as above.
-unsafe impl Sync for ContextHandle {}
-
 /// A kernel of a `Cuda`'s modules. Its user keeps the `Cuda`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernel {
@@ -295,170 +375,6 @@ pub(super) struct Kernel {
 
 // SAFETY: a function may be launched from any thread.
 unsafe impl Send for Kernel {}
-
-/// Device memory, freed on drop.
-#[derive(Debug)]
-pub(super) struct Memory {
-    cuda: Cuda,
-    pub(super) address: u64,
-}
-
-impl Memory {
-    /// `bytes` bytes that all are `fill`. Returns when they are.
-    pub(super) fn new(cuda: &Cuda, bytes: usize, fill: u8) -> Result<Self> {
-        cuda.bind()?;
-        if bytes == 0 {
-            return Ok(Self { cuda: cuda.clone(), address: 0 });
-        }
-        // SAFETY: filled below before anyone reads it.
-        let address = cuda.check("cuMemAlloc", unsafe { result::malloc_sync(bytes) })?;
-        let memory = Self { cuda: cuda.clone(), address };
-        // SAFETY: the memory has `bytes` bytes, and any bytes are fine for its users.
-        let filled = unsafe { result::memset_d8_async(address, fill, bytes, cuda.stream()) };
-        cuda.check("cuMemsetD8Async", filled)?;
-        cuda.synchronize()?;
-        Ok(memory)
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        if self.address != 0 && self.cuda.synchronize().and_then(|()| self.cuda.bind()).is_ok() {
-            // SAFETY: allocated by `new`, freed once; the stream that used it is idle.
-            let _ = unsafe { result::free_sync(self.address) };
-        }
-    }
-}
-
-/// Host memory that kernels write to.
-#[derive(Debug)]
-pub(super) struct HostWords<const N: usize> {
-    cuda: Cuda,
-    words: *const AtomicU64,
-    pub(super) address: u64,
-}
-
-// SAFETY: the words are atomics.
-unsafe impl<const N: usize> Send for HostWords<N> {}
-// SAFETY: as above.
-unsafe impl<const N: usize> Sync for HostWords<N> {}
-
-impl<const N: usize> HostWords<N> {
-    /// `N` zeros.
-    pub(super) fn new(cuda: &Cuda) -> Result<Self> {
-        cuda.bind()?;
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: zeroed below before anyone reads it.
-        let words = cuda.check("cuMemHostAlloc", unsafe { result::malloc_host(N * 8, flags) })?;
-        // SAFETY: the allocation has `N * 8` bytes, aligned to a page.
-        unsafe { words.cast::<u64>().write_bytes(0, N) };
-        let mut host = Self { cuda: cuda.clone(), words: words.cast(), address: 0 };
-        // SAFETY: `words` is mapped host memory.
-        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut host.address, words, 0).result() };
-        cuda.check("cuMemHostGetDevicePointer", mapped)?;
-        Ok(host)
-    }
-
-    pub(super) fn load(&self) -> [u64; N] {
-        // SAFETY: allocated by `new`, freed on drop; the device writes whole words.
-        std::array::from_fn(|i| unsafe { &*self.words.add(i) }.load(Ordering::Acquire))
-    }
-}
-
-impl<const N: usize> Drop for HostWords<N> {
-    fn drop(&mut self) {
-        if self.cuda.synchronize().and_then(|()| self.cuda.bind()).is_ok() {
-            // SAFETY: allocated by `new`, freed once; the stream whose kernels write it is idle.
-            let _ = unsafe { result::free_host(self.words.cast_mut().cast()) };
-        }
-    }
-}
-
-/// `len` elements in device memory.
-#[derive(Debug)]
-pub struct Buffer<T> {
-    memory: Memory,
-    len: usize,
-    element: PhantomData<T>,
-}
-
-impl<T: Pod> Buffer<T> {
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(super) fn into_memory(self) -> Memory {
-        self.memory
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// All of it, to read.
-    pub fn slice(&self) -> DeviceSlice<'_, T> {
-        let stream = self.memory.cuda.stream_id();
-        DeviceSlice { stream, address: self.memory.address, len: self.len, memory: PhantomData }
-    }
-
-    /// All of it, to write.
-    pub fn slice_mut(&mut self) -> DeviceSliceMut<'_, T> {
-        let stream = self.memory.cuda.stream_id();
-        DeviceSliceMut { stream, address: self.memory.address, len: self.len, memory: PhantomData }
-    }
-}
-
-/// Device memory to read: of a [`Buffer`], or of the engine.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceSlice<'a, T> {
-    pub(super) stream: StreamId,
-    pub(super) address: u64,
-    pub(super) len: usize,
-    memory: PhantomData<&'a [T]>,
-}
-
-/// Device memory to write: of a [`Buffer`], or of the engine.
-#[derive(Debug)]
-pub struct DeviceSliceMut<'a, T> {
-    pub(super) stream: StreamId,
-    pub(super) address: u64,
-    pub(super) len: usize,
-    memory: PhantomData<&'a mut [T]>,
-}
-
-impl<'a, T: Pod> DeviceSlice<'a, T> {
-    /// `len` elements at a device address of the engine, for work on the stream of `cuda`.
-    ///
-    /// # Safety
-    /// They are initialised, on the device of `cuda`, and are neither freed nor written by other streams before
-    /// that work has run.
-    pub unsafe fn from_raw(cuda: &Cuda, address: u64, len: usize) -> Self {
-        Self { stream: cuda.stream_id(), address, len, memory: PhantomData }
-    }
-
-    /// The first `len` elements, or as many as there are.
-    pub fn first(self, len: usize) -> Self {
-        Self { len: len.min(self.len), ..self }
-    }
-}
-
-impl<'a, T: Pod> DeviceSliceMut<'a, T> {
-    /// `len` elements at a device address of the engine, for work on the stream of `cuda`.
-    ///
-    /// # Safety
-    /// They are on the device of `cuda`, and are neither freed nor used by other streams before that work has
-    /// run.
-    pub unsafe fn from_raw(cuda: &Cuda, address: u64, len: usize) -> Self {
-        Self { stream: cuda.stream_id(), address, len, memory: PhantomData }
-    }
-
-    /// The first `len` elements, or as many as there are.
-    pub fn first(self, len: usize) -> Self {
-        Self { len: len.min(self.len), ..self }
-    }
-}
 
 /// Recorded work of one [`Cuda`], launched as one.
 #[derive(Debug)]

@@ -5,12 +5,14 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use cudarc::driver::result;
 
-use super::context::{ContextHandle, Cuda, DeviceSlice, DeviceSliceMut, HostWords, Memory, StreamId};
+use super::context::{Cuda, StreamId};
 use super::launch::{
     AllReduceKernels, AllReduceNorm, FP8_PER_ROW, FP8_STATIC, FaultRecord, NORM, WEIGHT_PLUS_ONE,
 };
-use crate::comm::plan::{Geometry, Rank, Shape};
-use crate::comm::{Call, GroupBackend, GroupConfig, Quantized, Rendezvous, sealed};
+use super::memory::{DeviceSlice, DeviceSliceMut, HostWords, Memory};
+use crate::comm::geometry::Geometry;
+use crate::comm::plan::{Rank, Shape};
+use crate::comm::{Call, GroupBackend, GroupConfig, Quantized, Rendezvous, Tag, sealed};
 use crate::element::Element;
 use crate::error::{Error, Result};
 
@@ -31,10 +33,9 @@ pub struct Member {
 }
 
 /// What a rank tells the others first.
-#[derive(Clone, Copy)]
 struct Device {
-    ordinal: usize,
-    context: ContextHandle,
+    /// Keeps the context that the others enable access to.
+    cuda: Cuda,
     /// Blocks of a group's kernels that can be resident at the same time.
     resident_blocks: usize,
 }
@@ -61,7 +62,7 @@ impl GroupBackend for Cuda {
 
         let allocated = geometry.and_then(|geometry| {
             for device in &devices {
-                self.enable_peer(device.context, device.ordinal)?;
+                self.enable_peer(&device.cuda)?;
             }
             // All bits set is an empty slab, see PROTOCOL.md.
             Ok((geometry, Memory::new(self, geometry.slab_bytes, 0xFF)?))
@@ -125,6 +126,7 @@ impl GroupBackend for Cuda {
         let mut ranges = Ranges { stream: member.cuda.stream_id(), used: Vec::new() };
         arguments.rows = call.rows as u32;
         arguments.partial = ranges.read("partial", call.partial, 16)?;
+        let norm = call.norm.as_ref().map(|inputs| inputs.norm);
         if let Some(inputs) = call.norm {
             arguments.flags |= NORM | if inputs.norm.weight_is_plus_one() { WEIGHT_PLUS_ONE } else { 0 };
             arguments.epsilon = inputs.norm.epsilon();
@@ -151,6 +153,7 @@ impl GroupBackend for Cuda {
         let blocks = geometry.blocks(call.rows);
         arguments.block_rows = arguments.rows.div_ceil(blocks);
         let algorithm = member.shape.algorithm(call.rows);
+        arguments.tag = Tag::new(call.rows, algorithm, norm.as_ref()).0;
         member.kernels.launch(&member.cuda, algorithm, blocks, geometry.threads(), &mut arguments)
     }
 
@@ -160,6 +163,15 @@ impl GroupBackend for Cuda {
             Some(FaultRecord { cause, rank, peer, phase, epoch }) => {
                 Err(cause.error(rank, peer, phase, epoch, member.config.time_limit))
             }
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        if self.cuda.synchronize().is_err() {
+            // Kernels of this rank may yet write into peers' slabs: then they are never freed.
+            self._slabs.iter().for_each(|slab| std::mem::forget(Arc::clone(slab)));
         }
     }
 }
@@ -182,14 +194,20 @@ impl Cuda {
             per_multiprocessor = per_multiprocessor.min(blocks as usize);
         }
         let resident_blocks = per_multiprocessor.saturating_mul(self.multiprocessors()?);
-        Ok(Device { ordinal: self.ordinal(), context: self.context(), resident_blocks })
+        Ok(Device { cuda: self.clone(), resident_blocks })
     }
 }
 
 /// The geometry that fits the smallest share of a device that any rank has: all its blocks are resident.
 fn agree(devices: &[Arc<Device>], shape: &Shape, config: &GroupConfig) -> Result<Geometry> {
+    for (rank, device) in devices.iter().enumerate() {
+        if devices[..rank].iter().any(|other| other.cuda.stream_id() == device.cuda.stream_id()) {
+            let seen = format!("rank {rank} on the stream of another rank");
+            return Err(Error::misuse("devices of the group", "a `Cuda` of its own for every rank", seen));
+        }
+    }
     let share = |device: &Device| {
-        let ranks = devices.iter().filter(|other| other.ordinal == device.ordinal).count();
+        let ranks = devices.iter().filter(|other| other.cuda.ordinal() == device.cuda.ordinal()).count();
         device.resident_blocks / ranks
     };
     let smallest = devices.iter().map(|device| share(device)).min().unwrap_or(0);
@@ -231,7 +249,14 @@ impl Ranges {
             let wanted = format!("an address that is a multiple of {alignment}");
             return Err(Error::misuse(name, wanted, format!("{start:#x}")));
         }
-        let end = start + (len * size_of::<T>()) as u64;
+        let bytes = len.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
+        let Some(end) = bytes.and_then(|bytes| start.checked_add(bytes)) else {
+            return Err(Error::misuse(
+                name,
+                "memory that ends in the address space",
+                format!("{len} elements"),
+            ));
+        };
         let overlaps = |(_, a, b, other_written): &&(&str, u64, u64, bool)| {
             (written || *other_written) && start < *b && *a < end
         };

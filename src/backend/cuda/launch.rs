@@ -42,6 +42,8 @@ pub(super) struct AllReduceNorm {
     pub(super) flags: u32,
     pub(super) epsilon: f32,
     pub(super) static_scale: f32,
+    pub(super) tag: u32,
+    pub(super) reserved: u32,
 }
 
 // The offsets that abi.h asserts.
@@ -68,7 +70,8 @@ const _: () = {
     assert!(offset_of!(AllReduceNorm, flags) == 180);
     assert!(offset_of!(AllReduceNorm, epsilon) == 184);
     assert!(offset_of!(AllReduceNorm, static_scale) == 188);
-    assert!(size_of::<AllReduceNorm>() == 192);
+    assert!(offset_of!(AllReduceNorm, tag) == 192);
+    assert!(size_of::<AllReduceNorm>() == 200);
 };
 
 /// The instances of `all_reduce_norm.cu` that a group may launch.

@@ -10,6 +10,7 @@
 mod context;
 mod group;
 mod launch;
+mod memory;
 mod probe;
 
 mod images {
@@ -21,7 +22,8 @@ mod images {
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
 
-pub use context::{Buffer, Cuda, DeviceSlice, DeviceSliceMut, Graph};
+pub use context::{Cuda, Graph};
+pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
 
 /// The kernel images in this build, a fatbin for each file of `kernels/`; none without nvcc.
 pub fn kernel_images() -> &'static [(&'static str, &'static [u8])] {

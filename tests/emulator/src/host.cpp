@@ -7,6 +7,16 @@
 namespace emulator {
 namespace {
 
+// `clear` keeps the buckets, and clears all of them each time: after one large run every small one would pay.
+template <class Map>
+void forget(Map& map) {
+  if (map.bucket_count() > 4096) {
+    map = Map();
+  } else {
+    map.clear();
+  }
+}
+
 constexpr std::chrono::milliseconds RECHECK_INTERVAL(5);  // the host may write to memory that a kernel polls
 
 Adversary draw_adversary(const Config& config, Random& random) {
@@ -43,15 +53,15 @@ void abandon_work() {
   }
   m.blocks.clear();
   m.with_pending.clear();
-  m.pending_at.clear();
+  forget(m.pending_at);
   m.has_finished_block = false;
 }
 
 // With nothing in flight, all is ordered before whatever the host does next.
 void forget_order() {
   Machine& m = machine();
-  m.history.clear();
-  m.waiters.clear();
+  forget(m.history);
+  forget(m.waiters);
   m.slots.clear();
   for (auto& stream : m.streams) {
     if (!stream) continue;

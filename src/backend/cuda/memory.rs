@@ -1,0 +1,199 @@
+//! Device memory, and the host memory that kernels write to.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytemuck::Pod;
+use cudarc::driver::{result, sys};
+
+use super::context::{Cuda, StreamId};
+use crate::error::{Error, Result};
+
+/// Device memory, freed on drop.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) cuda: Cuda,
+    pub(super) address: u64,
+}
+
+impl Memory {
+    /// `bytes` bytes that all are `fill`. Returns when they are.
+    pub(super) fn new(cuda: &Cuda, bytes: usize, fill: u8) -> Result<Self> {
+        cuda.bind()?;
+        if bytes == 0 {
+            return Ok(Self { cuda: cuda.clone(), address: 0 });
+        }
+        // SAFETY: filled below before anyone reads it.
+        let address = cuda.check("cuMemAlloc", unsafe { result::malloc_sync(bytes) })?;
+        let memory = Self { cuda: cuda.clone(), address };
+        // SAFETY: the memory has `bytes` bytes, and any bytes are fine for its users.
+        let filled = unsafe { result::memset_d8_async(address, fill, bytes, cuda.stream()) };
+        cuda.check("cuMemsetD8Async", filled)?;
+        cuda.synchronize()?;
+        Ok(memory)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.address != 0 && self.cuda.synchronize().is_ok() {
+            // SAFETY: allocated by `new`, freed once; the stream that used it is idle.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+    }
+}
+
+/// Host memory that kernels write to.
+#[derive(Debug)]
+pub(super) struct HostWords<const N: usize> {
+    cuda: Cuda,
+    words: *const AtomicU64,
+    pub(super) address: u64,
+}
+
+// SAFETY: the words are atomics.
+unsafe impl<const N: usize> Send for HostWords<N> {}
+// SAFETY: as above.
+unsafe impl<const N: usize> Sync for HostWords<N> {}
+
+impl<const N: usize> HostWords<N> {
+    /// `N` zeros.
+    pub(super) fn new(cuda: &Cuda) -> Result<Self> {
+        cuda.bind()?;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: zeroed below before anyone reads it.
+        let words = cuda.check("cuMemHostAlloc", unsafe { result::malloc_host(N * 8, flags) })?;
+        // SAFETY: the allocation has `N * 8` bytes, aligned to a page.
+        unsafe { words.cast::<u64>().write_bytes(0, N) };
+        let mut host = Self { cuda: cuda.clone(), words: words.cast(), address: 0 };
+        // SAFETY: `words` is mapped host memory.
+        let mapped = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut host.address, words, 0).result() };
+        cuda.check("cuMemHostGetDevicePointer", mapped)?;
+        Ok(host)
+    }
+
+    pub(super) fn load(&self) -> [u64; N] {
+        // SAFETY: allocated by `new`, freed on drop; the device writes whole words.
+        std::array::from_fn(|i| unsafe { &*self.words.add(i) }.load(Ordering::Acquire))
+    }
+}
+
+impl<const N: usize> Drop for HostWords<N> {
+    fn drop(&mut self) {
+        if self.cuda.synchronize().is_ok() {
+            // SAFETY: allocated by `new`, freed once; the stream whose kernels write it is idle.
+            let _ = unsafe { result::free_host(self.words.cast_mut().cast()) };
+        }
+    }
+}
+
+/// `len` elements in device memory. Dropping it waits for its stream, and perhaps for the device.
+#[derive(Debug)]
+pub struct Buffer<T> {
+    pub(super) memory: Memory,
+    pub(super) len: usize,
+    pub(super) element: PhantomData<T>,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn into_memory(self) -> Memory {
+        self.memory
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where it lies on the device, for kernels of the engine.
+    pub fn address(&self) -> u64 {
+        self.memory.address
+    }
+
+    /// All of it, to read.
+    pub fn slice(&self) -> DeviceSlice<'_, T> {
+        let stream = self.memory.cuda.stream_id();
+        DeviceSlice { stream, address: self.memory.address, len: self.len, memory: PhantomData }
+    }
+
+    /// All of it, to write.
+    pub fn slice_mut(&mut self) -> DeviceSliceMut<'_, T> {
+        let stream = self.memory.cuda.stream_id();
+        DeviceSliceMut { stream, address: self.memory.address, len: self.len, memory: PhantomData }
+    }
+}
+
+/// Device memory to read: of a [`Buffer`], or of the engine.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceSlice<'a, T> {
+    pub(super) stream: StreamId,
+    pub(super) address: u64,
+    pub(super) len: usize,
+    memory: PhantomData<&'a [T]>,
+}
+
+/// Device memory to write: of a [`Buffer`], or of the engine.
+#[derive(Debug)]
+pub struct DeviceSliceMut<'a, T> {
+    pub(super) stream: StreamId,
+    pub(super) address: u64,
+    pub(super) len: usize,
+    memory: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T: Pod> DeviceSlice<'a, T> {
+    /// `len` elements at a device address of the engine, for work on the stream of `cuda`.
+    ///
+    /// # Safety
+    /// They are initialised, on the device of `cuda`, and are neither freed nor written by other streams before
+    /// that work has run.
+    pub unsafe fn from_raw(cuda: &Cuda, address: u64, len: usize) -> Self {
+        Self { stream: cuda.stream_id(), address, len, memory: PhantomData }
+    }
+
+    /// Some of the elements.
+    ///
+    /// # Errors
+    /// *Misuse* when there are not so many.
+    pub fn get(self, range: Range<usize>) -> Result<Self> {
+        let address = part::<T>(self.address, self.len, &range)?;
+        Ok(Self { address, len: range.len(), ..self })
+    }
+}
+
+impl<'a, T: Pod> DeviceSliceMut<'a, T> {
+    /// `len` elements at a device address of the engine, for work on the stream of `cuda`.
+    ///
+    /// # Safety
+    /// They are on the device of `cuda`, and are neither freed nor used by other streams before that work has
+    /// run.
+    pub unsafe fn from_raw(cuda: &Cuda, address: u64, len: usize) -> Self {
+        Self { stream: cuda.stream_id(), address, len, memory: PhantomData }
+    }
+
+    /// Some of the elements.
+    ///
+    /// # Errors
+    /// *Misuse* when there are not so many.
+    pub fn get(self, range: Range<usize>) -> Result<Self> {
+        let address = part::<T>(self.address, self.len, &range)?;
+        Ok(Self { address, len: range.len(), ..self })
+    }
+}
+
+fn part<T>(address: u64, len: usize, range: &Range<usize>) -> Result<u64> {
+    if range.start > range.end || range.end > len {
+        return Err(Error::misuse(
+            "range of device memory",
+            format!("within 0..{len}"),
+            format!("{range:?}"),
+        ));
+    }
+    Ok(address + (range.start * size_of::<T>()) as u64)
+}
