@@ -29,12 +29,13 @@ enum {
   EV_FAULT_MISMATCH = 2, /* a peer made another call */
   EV_FAULT_ABORTED = 3,  /* a peer gave up; the record names the one it gave up on */
 
-  /* Phases of a call, in order. A wait of phase p may take (4 + p) / 8 of the limit: the rank that waits for
-     the culprit itself gives up first, and its abort names the culprit to those who wait for its results. */
-  EV_PHASE_TAGS = 0,
-  EV_PHASE_PARTIALS = 1,
-  EV_PHASE_ISLANDS = 2,
-  EV_PHASE_RESULTS = 3,
+  /* What is waited for. Tags are waited for half of the limit, packs of phase p for (1 + p) / 8 of it from the
+     tags on: so a rank that waits for the culprit itself gives up before those who wait for that rank's own
+     packs, or for its tag in the next call, and its abort names the culprit to them. */
+  EV_PHASE_PARTIALS = 0,
+  EV_PHASE_ISLANDS = 1,
+  EV_PHASE_RESULTS = 2,
+  EV_PHASE_TAGS = 3,
 
   /* The byte offset of the tags in a slab. The abort word is at 0. */
   EV_TAGS_OFFSET = 256
@@ -50,7 +51,8 @@ typedef struct EvAllReduceNorm {
   uint64_t quantized;           /* [rows, hidden] of E4M3 */
   uint64_t scales;              /* [rows] of float, written */
   uint64_t epochs;              /* uint32_t[max_blocks] in this rank's memory: each block's number of calls */
-  uint64_t fault;               /* uint64_t[2] in host memory: the record, and for a mismatch both tags */
+  uint64_t fault;               /* uint64_t[3] in host memory: what this rank saw itself, for a mismatch both
+                                   tags, and what it heard */
   uint64_t packs_offset;        /* of uint4[2][max_blocks * block_packs] in a slab */
   uint64_t escapes_offset;      /* of uint32_t[2][max_blocks * block_packs] in a slab */
   uint64_t wait_limit_ns;

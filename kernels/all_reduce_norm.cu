@@ -20,6 +20,16 @@ struct Epilogue {
   EV_DEVICE size_t at(uint32_t row, uint32_t column) const { return size_t(row) * (a.hidden / 8) + column; }
   EV_DEVICE uint32_t column(uint32_t pack) const { return lanes.group * lanes.group_packs + pack; }
 
+  /// Brings what will be needed once the packs are there closer, while they travel.
+  EV_DEVICE void prefetch_row(uint32_t row, bool is_finished_here) const {
+    if (!(a.flags & EV_NORM)) return;
+    lanes.each_pack([&](uint32_t pack) {
+      if (column(pack) % 8 != 0) return;  // a line of 128 bytes each
+      prefetch(reinterpret_cast<const Pack*>(a.weight) + column(pack));
+      if (is_finished_here) prefetch(reinterpret_cast<const Pack*>(a.residual) + at(row, column(pack)));
+    });
+  }
+
   /// Residual plus sum, or the sum alone, not rounded yet.
   EV_DEVICE Floats finish(uint32_t row, uint32_t column, const Floats& sum) const {
     if (!(a.flags & EV_NORM)) return sum;
@@ -151,7 +161,8 @@ struct Collective {
       packs[i] = own;
       if (first + i != a.rank) missing |= 1u << i;
     }
-    call.receive(packs, missing, [&](uint32_t i) { return place(first + i); }, first, EV_PHASE_PARTIALS);
+    const auto rank = [&](uint32_t i) { return first + i; };
+    call.receive(packs, missing, [&](uint32_t i) { return place(rank(i)); }, rank, EV_PHASE_PARTIALS);
     Floats sum = Floats::unpack<Element>(packs[0]);
 #pragma unroll
     for (uint32_t i = 1; i < Ranks && i < 4; i++) sum = sum + Floats::unpack<Element>(packs[i]);
@@ -178,6 +189,7 @@ struct Collective {
         });
       });
     }
+    each_row([&](uint32_t row, uint32_t) { epilogue.prefetch_row(row, true); });
     call.agree(tag, World);
     each_row([&](uint32_t row, uint32_t i) {
       epilogue.row(row, i, [&](uint32_t pack) {
@@ -204,7 +216,7 @@ struct Collective {
       return block_start() + ((from - island_start) * a.block_rows + i) * slice + in_slice(pack);
     };
     const auto island_place = [&](uint32_t island, uint32_t i, uint32_t pack) {
-      return islands_start + 2 * ((island * a.block_rows + i) * slice + in_slice(pack));
+      return islands_start + 2 * (island * a.block_rows + i) * slice + in_slice(pack);  // first halves, second halves
     };
     const auto result_place = [&](uint32_t i, uint32_t pack) {
       return results_start + i * row_packs + epilogue.column(pack);
@@ -218,6 +230,7 @@ struct Collective {
         });
       });
     }
+    each_row([&](uint32_t row, uint32_t) { epilogue.prefetch_row(row, owner == a.rank); });
     call.agree(tag, World);
 
     const auto send_result = [&](uint32_t row, uint32_t i, uint32_t pack, const Floats& sum) {
@@ -239,8 +252,8 @@ struct Collective {
             const uint32_t to = island_place(a.rank / Owners, i, pack);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              call.push((a.rank + Owners) % World, to + half, island.bits(half));
-              call.push(a.rank, to + half, island.bits(half));
+              call.push((a.rank + Owners) % World, to + half * slice, island.bits(half));
+              call.push(a.rank, to + half * slice, island.bits(half));
             }
           }
         });
@@ -250,8 +263,9 @@ struct Collective {
           lanes.each_pack([&](uint32_t pack) {
             const auto island_sum = [&](uint32_t island) {
               Pack halves[2];
-              const uint32_t at = island_place(island, i, pack), from = island * Owners + a.rank % Owners;
-              call.receive(halves, 3, [&](uint32_t half) { return at + half; }, from, EV_PHASE_ISLANDS);
+              const auto place = [&](uint32_t half) { return island_place(island, i, pack) + half * slice; };
+              const auto from = [&](uint32_t) { return island * Owners + a.rank % Owners; };
+              call.receive(halves, 3, place, from, EV_PHASE_ISLANDS);
               return Floats::from_bits(halves[0], halves[1]);
             };
             const Floats lower = island_sum(0);
@@ -263,7 +277,8 @@ struct Collective {
     each_row([&](uint32_t row, uint32_t i) {
       epilogue.row(row, i, [&](uint32_t pack) {
         Pack h[1];
-        call.receive(h, 1, [&](uint32_t) { return result_place(i, pack); }, owner, EV_PHASE_RESULTS);
+        const auto place = [&](uint32_t) { return result_place(i, pack); };
+        call.receive(h, 1, place, [&](uint32_t) { return owner; }, EV_PHASE_RESULTS);
         return Floats::unpack<Element>(h[0]);  // rounded by its owner: rounding again changes nothing
       });
     });

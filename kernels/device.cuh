@@ -65,6 +65,9 @@ EV_DEVICE void store_relaxed_sys(uint64_t* to, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
 
+/// Starts to bring the line of an address into the second-level cache.
+EV_DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 /// Nanoseconds on a clock that all blocks of a device share.
 EV_DEVICE uint64_t clock_ns() {
   uint64_t v;
@@ -109,12 +112,13 @@ EV_DEVICE uint32_t floats_to_e4m3x2(float low, float high) {
 
 namespace ev {
 
-// A thread that polls in vain is parked, so it must look at the clock each time.
-constexpr uint32_t kPollsPerCheck = 1;
+// A thread that polls in vain is parked: it takes few polls to see that it waits.
+constexpr uint32_t kPollsPerCheck = 4;
 
 template <class T> T load_relaxed_sys(const T* from) { return emu::load(from, emu::RLX, emu::SYS); }
 template <class T> void store_relaxed_sys(T* to, T v) { emu::store(to, v, emu::RLX, emu::SYS); }
 
+EV_DEVICE void prefetch(const void*) {}
 EV_DEVICE uint64_t clock_ns() { return emu::emu_clock(); }
 
 EV_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }

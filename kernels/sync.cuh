@@ -67,11 +67,11 @@ struct Call {
     }
   }
 
-  /// Receives `packs[i]`, which `first_peer + i` sends to `place(i)` in this rank's slab, for each bit i of
+  /// Receives `packs[i]`, which `peer(i)` sends to `place(i)` in this rank's slab, for each bit i of
   /// `missing`, and leaves the places empty. One round of loads for all that are missing, so that they wait
   /// side by side. After a failure the packs are of no use.
-  template <uint32_t N, class Place>
-  EV_DEVICE void receive(Pack (&packs)[N], uint32_t missing, Place place, uint32_t first_peer, uint32_t phase) {
+  template <uint32_t N, class Place, class Peer>
+  EV_DEVICE void receive(Pack (&packs)[N], uint32_t missing, Place place, Peer peer, uint32_t phase) {
     for (;;) {
 #pragma unroll
       for (uint32_t i = 0; i < N; i++) {
@@ -81,7 +81,7 @@ struct Call {
       for (uint32_t i = 0; i < N; i++) {
         if ((missing >> i & 1) && take(packs[i], place(i))) missing &= ~(1u << i);
       }
-      if (missing == 0 || !may_wait(first_peer + __ffs(missing) - 1, phase)) return;
+      if (missing == 0 || !may_wait(peer(__ffs(missing) - 1), phase)) return;
     }
   }
 
@@ -109,17 +109,25 @@ struct Call {
   /// Waits for every peer's tag and compares it with this call's. A barrier of the block: after it, all
   /// threads know whether the call goes on. Nothing that was received may be used before.
   EV_DEVICE void agree(uint32_t tag_value, uint32_t world) {
-    if (threadIdx.x < world && threadIdx.x != a.rank) {
-      uint32_t* const place = tag(a.rank, threadIdx.x, world);
-      uint32_t seen;
-      while ((seen = load_relaxed_sys(place)) == kEmpty && may_wait(threadIdx.x, EV_PHASE_TAGS)) {
+    if (threadIdx.x < world) {
+      bool differs = false;
+      uint32_t seen = tag_value;
+      if (threadIdx.x != a.rank) {
+        uint32_t* const place = tag(a.rank, threadIdx.x, world);
+        while ((seen = load_relaxed_sys(place)) == kEmpty && may_wait(threadIdx.x, EV_PHASE_TAGS)) {
+        }
+        if (!failed) {
+          store_relaxed_sys(place, kEmpty);  // the tag
+          differs = seen != tag_value;
+        }
       }
-      if (!failed) {
-        store_relaxed_sys(place, kEmpty);
-        if (seen != tag_value) give_up(EV_FAULT_MISMATCH, threadIdx.x, EV_PHASE_TAGS, tag_value, seen);
+      const uint32_t who = __ballot_sync((1u << world) - 1, differs);  // of them, one reports
+      if (who != 0 && threadIdx.x + 1 == uint32_t(__ffs(who))) {
+        give_up(EV_FAULT_MISMATCH, threadIdx.x, EV_PHASE_TAGS, tag_value, seen);
       }
     }
     failed = __syncthreads_or(failed);
+    started = 0;  // all ranks are here now: what they send has a limit of its own
   }
 
   /// Whether to look again for what `peer` sends. If not, the call has failed and the fault is on record.
@@ -133,7 +141,7 @@ struct Call {
     }
     const uint32_t now = clock_ns() >> 10 | 1;
     if (started == 0) started = now;
-    if (now - started <= uint32_t(a.wait_limit_ns >> 13) * (4 + phase)) return true;
+    if (now - started <= uint32_t(a.wait_limit_ns >> 13) * (1 + phase)) return true;
     give_up(EV_FAULT_TIMEOUT, peer, phase, 0, 0);
     return false;
   }
@@ -142,9 +150,9 @@ struct Call {
   /// ranks of a lost peer; a mismatch they all see for themselves, and this rank may be the odd one.
   EV_DEVICE void give_up(uint32_t code, uint32_t peer, uint32_t phase, uint32_t own_tag, uint32_t seen_tag) {
     failed = true;
-    uint64_t* const record = reinterpret_cast<uint64_t*>(a.fault);
+    uint64_t* const record = reinterpret_cast<uint64_t*>(a.fault) + (code == EV_FAULT_ABORTED ? 2 : 0);
     if (load_relaxed_sys(record) == 0) {
-      store_relaxed_sys(record + 1, uint64_t(own_tag) << 32 | seen_tag);
+      if (code == EV_FAULT_MISMATCH) store_relaxed_sys(record + 1, uint64_t(own_tag) << 32 | seen_tag);
       store_relaxed_sys(record, uint64_t(epoch) << 32 | uint64_t(code) << 24 | phase << 16 | peer << 8 | a.rank);
     }
 #pragma unroll 1

@@ -29,6 +29,7 @@ struct Scenario {
     /// Rows of each call of the chain. Empty: five calls with 1, 8, 3 or 2 rows as the seed says.
     rows: &'static [usize],
     epilogue: Epilogue,
+    max_rows: usize,
     /// Captured in a graph and launched so many times; 0 for no graph.
     replays: usize,
     /// All ranks on one device.
@@ -48,6 +49,7 @@ const SMALL: Scenario = Scenario {
     crossovers: Crossovers::always(Algorithm::OneShot),
     rows: &[1, 1, 1, 1, 1],
     epilogue: NORM,
+    max_rows: 8,
     replays: 0,
     together: false,
     max_blocks: 2,
@@ -84,6 +86,20 @@ fn small() -> Vec<Scenario> {
         Scenario { name: "odd graph, replayed", rows: &[1, 1, 1], replays: 2, ..SMALL },
         Scenario { name: "random sizes, both kinds", crossovers: TWO_KINDS, rows: &[], ..SMALL },
     ]
+}
+
+/// Many rows in a block, so that fast warps are a row ahead; and FP8's second barrier.
+fn tall() -> Vec<Scenario> {
+    let per_row = Epilogue::Norm { output: true, fp8: Fp8::PerRow, plus_one: true };
+    vec![Scenario {
+        name: "64, 1, 3, 8 and 64 rows",
+        crossovers: TWO_KINDS,
+        rows: &[64, 1, 3, 8, 64],
+        max_rows: 64,
+        max_blocks: 5,
+        epilogue: per_row,
+        ..SMALL
+    }]
 }
 
 /// Four and eight ranks: run by the hundred.
@@ -143,7 +159,7 @@ fn run(scenario: &Scenario, seed: u64, mutant: Option<&'static str>, torn: bool)
         max_blocks: scenario.max_blocks,
         max_warps_per_group: 1,
         first_epoch: scenario.first_epoch,
-        ..GroupConfig::new(scenario.hidden, 8)
+        ..GroupConfig::new(scenario.hidden, scenario.max_rows)
     };
     let payloads = payloads(scenario, seed);
     let mut ranks = machine.form::<bf16>(scenario.world, config);
@@ -234,6 +250,7 @@ fn small_groups_by_the_thousand() {
 #[test]
 fn large_groups_by_the_hundred() {
     attack(large(), 100);
+    attack(tall(), 100);
 }
 
 /// The first seed that catches a mutant, and how.
@@ -252,7 +269,9 @@ fn every_mutant_is_caught() {
     let reserved = Scenario { patterns: RESERVED, ..SMALL };
     // Block 0 makes a call alone: from then on it is in the other slot than its neighbours.
     let mixed = Scenario { rows: &[8, 1, 3, 8, 1, 3, 8], max_blocks: 4, ..SMALL };
+    let mixed_sizes = Scenario { rows: &[2, 2, 1, 1], ..SMALL };
     let graph = Scenario { rows: &[1], replays: 3, ..SMALL };
+    let eight = Scenario { world: WorldSize::Eight, ..SMALL };
     let cases: &[(&'static str, Scenario, bool)] = &[
         ("skipped clear", chain.clone(), false),
         ("one slot too few", chain.clone(), false),
@@ -265,8 +284,13 @@ fn every_mutant_is_caught() {
         ("no barrier before the count", Scenario { crossovers: two_shot, ..wide.clone() }, false),
         ("count kept by the host", graph, false),
         ("sum rotated by rank", four, false),
+        ("eight ranks in one chain", eight, false),
+        ("sum rounded twice", wide.clone(), false),
         ("mean square of the unrounded residual", wide, false),
+        ("tag not emptied", mixed_sizes, false),
     ];
+    // These change bits and nothing else: no race and no fault may be what catches them.
+    let bits_only = ["eight ranks in one chain", "sum rounded twice", "sum rotated by rank"];
     let mut escaped = Vec::new();
     for (mutant, scenario, torn) in cases {
         assert!(run(scenario, 0, None, *torn).is_ok(), "{mutant}: the right one passes");
@@ -274,14 +298,19 @@ fn every_mutant_is_caught() {
             Some((seed, seen)) => {
                 let seen: String = seen.lines().next().unwrap_or("").chars().take(120).collect();
                 eprintln!("{mutant}: seed {seed}: {seen}");
+                assert!(!bits_only.contains(mutant) || seen.contains("wanted"), "{mutant}: {seen}");
+                assert!(!bits_only.contains(mutant) || seen.starts_with("call"), "{mutant}: {seen}");
             }
             None => escaped.push(*mutant),
         }
     }
-    let is_ours =
-        |m: &&emulator::Mutant| m.file != "flag_all_reduce.cu" && !m.name.starts_with("rank 1 stops");
-    let of_this_harness = emulator::MUTANTS.iter().filter(is_ours).count();
-    assert_eq!(cases.len(), of_this_harness, "every mutant of the crate's kernels has a case");
+    // The rest have tests of their own.
+    let elsewhere = ["escapes not undone", "abort ignored on entry"];
+    let is_here = |m: &&emulator::Mutant| {
+        m.file != "flag_all_reduce.cu" && !m.name.starts_with("rank 1 stops") && !elsewhere.contains(&m.name)
+    };
+    let num_here = emulator::MUTANTS.iter().filter(is_here).count();
+    assert_eq!(cases.len(), num_here, "every mutant of the crate's kernels has a case");
     assert!(escaped.is_empty(), "not caught: {escaped:?}");
 }
 
@@ -290,10 +319,12 @@ fn every_mutant_is_caught() {
 fn another_grid_is_named() {
     let _machine = emulator::exclusive();
     for blocks in [1, 3] {
-        let scenario = Scenario { rows: &[2], odd_grid: Some(blocks), max_blocks: 4, ..SMALL };
+        let world = WorldSize::Four;
+        let scenario = Scenario { world, rows: &[2], odd_grid: Some(blocks), max_blocks: 4, ..SMALL };
         for seed in 0..50 {
             let seen = run(&scenario, seed, None, true).unwrap_err();
-            assert!(seen.contains("blocks)") || seen.contains("gave up on rank"), "{seen}");
+            let is_rank_1 = seen.contains("of rank 1:");
+            assert!(seen.contains("blocks)") && (is_rank_1 || seen.contains("by rank 1;")), "{seen}");
         }
     }
 }

@@ -24,8 +24,9 @@ fn main() {
 
     let runtime = compile(compiler(&["include"]).files(files_in("src", "cpp")), "runtime");
     let mut objects = runtime;
-    objects.extend(compile_kernels(OWN_KERNELS.as_ref(), "own", false));
-    objects.extend(compile_kernels(CRATE_KERNELS.as_ref(), "crate", false));
+    for (kernels, name) in [(OWN_KERNELS, "own"), (CRATE_KERNELS, "crate")] {
+        objects.extend(compile_kernels(kernels.as_ref(), CRATE_KERNELS.as_ref(), name, false));
+    }
     let driver = libraries.join("libcuda.so");
     let undefined = ["-Wl,-soname,libcuda.so", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-ldl", "-lpthread"];
     link(&driver, &objects, &undefined);
@@ -35,18 +36,18 @@ fn main() {
     link(&versioned, std::slice::from_ref(&driver), &needs);
 
     let mut mutated = Vec::new();
-    for (kernels, name) in [(OWN_KERNELS, "own"), (CRATE_KERNELS, "crate")] {
-        let copy = out.join("mutated").join(name);
-        if write_mutated(kernels.as_ref(), &copy) {
-            mutated.extend(compile_kernels(&copy, &format!("mutated-{name}"), true));
-        }
+    let copies = out.join("mutated");
+    write_mutated(OWN_KERNELS.as_ref(), &copies.join("own"));
+    write_mutated(CRATE_KERNELS.as_ref(), &copies.join("crate"));
+    for name in ["own", "crate"] {
+        let copy = copies.join(name);
+        mutated.extend(compile_kernels(&copy, &copies.join("crate"), &format!("mutated-{name}"), true));
     }
     for mutant in MUTANTS {
         let is_found =
             [OWN_KERNELS, CRATE_KERNELS].iter().any(|dir| Path::new(dir).join(mutant.file).is_file());
         assert!(is_found, "mutant `{}`: there is no kernel source {}", mutant.name, mutant.file);
     }
-    assert!(!mutated.is_empty(), "the table of mutants is empty");
     let mutants = libraries.join("mutated-kernels.so");
     link(&mutants, &mutated, &[]);
 
@@ -75,13 +76,14 @@ fn compile(build: &mut cc::Build, name: &str) -> Vec<PathBuf> {
     })
 }
 
-fn compile_kernels(dir: &Path, name: &str, is_mutated: bool) -> Vec<PathBuf> {
+/// The emulator's own kernels may include headers of the crate's.
+fn compile_kernels(dir: &Path, headers: &Path, name: &str, is_mutated: bool) -> Vec<PathBuf> {
     let sources = files_in(dir, "cu");
     if sources.is_empty() {
         return Vec::new();
     }
     let mut build = compiler(&["include"]);
-    build.include(dir).files(sources).flag("-x").flag("c++");
+    build.include(dir).include(headers).files(sources).flag("-x").flag("c++");
     // For the instrumentation only: the hooks are the emulator's, and the sanitizer's runtime is not linked.
     build.flag("-fsanitize=thread").flag_if_supported("-Wno-tsan").flag("-Wno-unknown-pragmas");
     if is_mutated {
@@ -110,13 +112,9 @@ fn files_in(dir: impl AsRef<Path>, extension: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Copies a folder of kernels with the mutants put in. False if no mutant concerns it.
-fn write_mutated(from: &Path, to: &Path) -> bool {
-    let concerned = MUTANTS.iter().any(|mutant| from.join(mutant.file).is_file());
+/// Copies a folder of kernels with the mutants put in.
+fn write_mutated(from: &Path, to: &Path) {
     let _ = fs::remove_dir_all(to);
-    if !concerned {
-        return false;
-    }
     fs::create_dir_all(to).expect("OUT_DIR is writable");
     for source in fs::read_dir(from).expect("the folder of kernels is readable") {
         let path = source.expect("the folder of kernels is readable").path();
@@ -128,7 +126,6 @@ fn write_mutated(from: &Path, to: &Path) -> bool {
         let mutated = mutate(&text, &name.to_string_lossy());
         fs::write(to.join(name), mutated).expect("OUT_DIR is writable");
     }
-    true
 }
 
 fn mutate(text: &str, file: &str) -> String {

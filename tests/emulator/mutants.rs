@@ -163,12 +163,78 @@ pub const MUTANTS: &[Mutant] = &[
         original: "square_sum = Floats::unpack<Element>(h).square_sum();",
         broken: "square_sum = exact.square_sum();",
     },
-    // Not a fault of the protocol but of a rank: it says what it is about to do, and then is silent.
     Mutant {
-        name: "rank 1 stops in the middle of its second call",
+        name: "escapes not undone",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "pack = unescape(pack, words);",
+        broken: "",
+    },
+    Mutant {
+        name: "tag not emptied",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "store_relaxed_sys(place, kEmpty);  // the tag",
+        broken: "",
+    },
+    Mutant {
+        name: "abort ignored on entry",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "failed = culprit != kEmpty;",
+        broken: "failed = false;",
+    },
+    Mutant {
+        name: "sum rounded twice",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "return Floats::unpack<Element>(residual) + sum;",
+        broken: "return Floats::unpack<Element>(residual) + Floats::unpack<Element>(sum.template pack<Element>());",
+    },
+    Mutant {
+        name: "eight ranks in one chain",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "sum = sum + upper;",
+        broken: "for (uint32_t i = 4; i < 8; i++) sum = sum + Floats::unpack<Element>(packs[i % Ranks]);",
+    },
+    // From here on not faults of the protocol but of a rank, in its second call: it is silent from some point on.
+    Mutant {
+        name: "rank 1 stops before its partials",
         file: "sync.cuh",
         kind: Kind::Statement,
         original: "store_relaxed_sys(packs(peer) + at, escape(pack));",
         broken: "if (a.rank != 1 || epoch == 0) store_relaxed_sys(packs(peer) + at, escape(pack));",
+    },
+    Mutant {
+        name: "rank 1 stops towards rank 0",
+        file: "sync.cuh",
+        kind: Kind::Statement,
+        original: "store_relaxed_sys(packs(peer) + at, escape(pack));",
+        broken: "if (a.rank != 1 || epoch == 0 || peer != 0) store_relaxed_sys(packs(peer) + at, escape(pack));",
+    },
+    Mutant {
+        name: "rank 1 stops before its island's sum",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "call.push((a.rank + Owners) % World, to + half * slice, island.bits(half));",
+        broken: "if (a.rank != 1 || call.epoch == 0) \
+                 call.push((a.rank + Owners) % World, to + half * slice, island.bits(half));",
+    },
+    Mutant {
+        name: "rank 1 stops within its island's sum",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "call.push((a.rank + Owners) % World, to + half * slice, island.bits(half));",
+        broken: "if (a.rank != 1 || call.epoch == 0 || half == 0) \
+                 call.push((a.rank + Owners) % World, to + half * slice, island.bits(half));",
+    },
+    Mutant {
+        name: "rank 1 stops before its results",
+        file: "all_reduce_norm.cu",
+        kind: Kind::Statement,
+        original: "each_peer<Owners>([&](uint32_t peer) { call.push(peer, result_place(i, pack), h); });",
+        broken: "if (a.rank != 1 || call.epoch == 0) \
+                 each_peer<Owners>([&](uint32_t peer) { call.push(peer, result_place(i, pack), h); });",
     },
 ];

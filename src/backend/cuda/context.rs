@@ -242,7 +242,7 @@ impl Cuda {
     }
 
     pub(super) fn stream_id(&self) -> StreamId {
-        StreamId(self.0.stream as usize)
+        StreamId { ordinal: self.0.ordinal, stream: self.0.stream as usize }
     }
 
     pub(super) fn multiprocessors(&self) -> Result<usize> {
@@ -365,7 +365,10 @@ impl Drop for Inner {
 
 /// Which stream's work memory is for.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct StreamId(usize);
+pub(super) struct StreamId {
+    ordinal: usize,
+    stream: usize, // the same for the default streams of two devices
+}
 
 /// A kernel of a `Cuda`'s modules. Its user keeps the `Cuda`.
 #[derive(Clone, Copy, Debug)]

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 pub struct Member {
     // The kernels' memory: freed in this order, each after the stream is idle, and slabs with the last rank.
     _epochs: Memory,
-    fault: HostWords<2>,
+    fault: HostWords<3>,
     _slabs: Vec<Arc<Memory>>,
     cuda: Cuda,
     kernels: AllReduceKernels,

@@ -148,17 +148,24 @@ pub(super) struct FaultRecord {
 }
 
 impl FaultRecord {
-    pub(super) fn read(words: [u64; 2]) -> Option<Self> {
-        let [record, tags] = words;
-        let byte = |shift: u32| (record >> shift & 0xFF) as usize;
-        let cause = match byte(24) {
-            0 => return None,
-            2 => Cause::Mismatch { own: Tag((tags >> 32) as u32), peer: Tag(tags as u32) },
-            3 => Cause::Aborted,
-            _ => Cause::Timeout,
+    /// What the rank has seen itself, or else what it has heard.
+    pub(super) fn read([seen, tags, heard]: [u64; 3]) -> Option<Self> {
+        let byte = |word: u64, shift: u32| (word >> shift & 0xFF) as usize;
+        let (record, cause) = match byte(seen, 24) {
+            0 if byte(heard, 24) == 0 => return None,
+            0 => (heard, Cause::Aborted),
+            2 if tags == 0 => return None, // on its way
+            2 => (seen, Cause::Mismatch { own: Tag((tags >> 32) as u32), peer: Tag(tags as u32) }),
+            _ => (seen, Cause::Timeout),
         };
-        let phases = ["its call", "its partial", "its island's sum", "its results"];
-        let phase = phases.get(byte(16)).unwrap_or(&"?");
-        Some(Self { cause, rank: byte(0), peer: byte(8), phase, epoch: (record >> 32) as u32 })
+        let phases = ["its partial", "its island's sum", "its results", "its call"];
+        let phase = phases.get(byte(record, 16)).unwrap_or(&"?");
+        Some(Self {
+            cause,
+            rank: byte(record, 0),
+            peer: byte(record, 8),
+            phase,
+            epoch: (record >> 32) as u32,
+        })
     }
 }
