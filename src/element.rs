@@ -3,7 +3,7 @@
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-/// An element of activations that a collective carries: [`bf16`] or [`f16`]. Sealed.
+/// An element of activations that a collective carries: [`bf16`] or [`struct@f16`]. Sealed.
 ///
 /// Conversions to f32 are exact. Conversions from f32 round to nearest, ties to even, overflow to infinity,
 /// keep subnormals and the sign of zero, and turn every NaN into `0x7FFF`: the bits of the GPU's own
@@ -94,10 +94,7 @@ mod tests {
         [bits.wrapping_sub(1), bits, bits.wrapping_add(1)].into_iter().map(f32::from_bits)
     }
 
-    fn equals_half<T: Element>(from_bits: fn(u16) -> T, to_half: fn(f32) -> u16, half_to: fn(u16) -> f32)
-    where
-        T: Into<f32>,
-    {
+    fn equals_half<T: Element>(from_bits: fn(u16) -> T, to_half: fn(f32) -> u16, half_to: fn(u16) -> f32) {
         let mut checked = 0;
         for bits in 0..=u16::MAX {
             let (ours, theirs) = (from_bits(bits).to_f32(), half_to(bits));

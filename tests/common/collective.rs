@@ -106,7 +106,7 @@ impl<T: Element> Payload<T> {
         let mut value = |scale: f32| match random.below(24) {
             0 => T::from_f32(-0.0),
             1 => T::from_f32(0.0),
-            2 => bytemuck::cast::<u16, T>(1 + random.below(0x7F) as u16 | (random.next() << 15) as u16),
+            2 => bytemuck::cast::<u16, T>((1 + random.below(0x7F) as u16) | (random.next() << 15) as u16),
             n => T::from_f32(random.float() * scale * if n < 6 { 16.0 } else { 1.0 }),
         };
         let len = rows * hidden;

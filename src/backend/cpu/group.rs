@@ -28,7 +28,7 @@ use crate::norm::{RmsNorm, quantize, row_scale};
 
 const PHASES: [&str; 2] = ["its partial", "its results"];
 
-/// A wait spins for so long before it lets other threads run: there may be more ranks than cores.
+/// A wait spins for so long before it lets other threads run; not at all if there are more ranks than cores.
 const POLITE: Duration = Duration::from_micros(2);
 
 /// One rank's memory that its peers read.
@@ -85,6 +85,7 @@ pub struct Member<T: Element> {
     rank: usize,
     shape: Shape,
     time_limit: Duration,
+    polite: Duration,
     slabs: Vec<Arc<Slab<T>>>,
     epoch: u32,
     fault: Option<Error>,
@@ -116,11 +117,13 @@ impl GroupBackend for Cpu {
             abort: Post::default(),
             left: Post::default(),
         };
+        let num_cores = std::thread::available_parallelism().map_or(1, Into::into);
         let slabs = rendezvous.exchange(rank, 1, Ok(slab))?;
         Ok(Member {
             rank: rank.index(),
             shape,
             time_limit: config.time_limit,
+            polite: if shape.world.get() > num_cores { Duration::ZERO } else { POLITE },
             slabs,
             epoch: config.first_epoch,
             fault: None,
@@ -282,7 +285,7 @@ impl<T: Element> Member<T> {
                 has_come(seen()) || has_left || self.slabs[self.rank].abort.0.load(Ordering::Relaxed) != 0
             };
             let limit = self.time_limit.saturating_sub(started.elapsed());
-            let in_time = has_come(seen()) || spin_until(limit, POLITE, is_over);
+            let in_time = has_come(seen()) || spin_until(limit, self.polite, is_over);
             let seen = seen();
             let cause = match has_come(seen) {
                 true if seen == post(self.epoch, tag) => return Ok(()),
@@ -344,52 +347,46 @@ fn poison<T: Element>(call: Call<'_, Cpu, T>) {
     }
 }
 
-/// Elements that are summed at a time: the sums stay in registers.
-const BLOCK: usize = 64;
-
 /// `residual = round(residual + sum of ranks)`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
 fn add_ranks<T: Element>(partials: &[&[T]], residual: &mut [T]) {
-    for (i, residual) in residual.chunks_mut(BLOCK).enumerate() {
-        let sum = sum_block(partials, i * BLOCK, residual.len());
-        for (residual, sum) in residual.iter_mut().zip(&sum) {
-            *residual = T::from_f32(residual.to_f32() + sum);
-        }
-    }
+    each_sum(partials, residual, |residual, sum| T::from_f32(residual.to_f32() + sum));
 }
 
 /// `output = round(sum of ranks)`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
 fn add_ranks_into<T: Element>(partials: &[&[T]], output: &mut [T]) {
-    for (i, output) in output.chunks_mut(BLOCK).enumerate() {
-        let sum = sum_block(partials, i * BLOCK, output.len());
-        for (output, sum) in output.iter_mut().zip(&sum) {
-            *output = T::from_f32(*sum);
-        }
+    each_sum(partials, output, |_, sum| T::from_f32(sum));
+}
+
+/// Replaces each value by `combine(value, sum of ranks)`, the sums in the canonical order. One loop for each
+/// number of ranks, so that all of it stays in registers.
+#[inline(always)]
+fn each_sum<T: Element>(partials: &[&[T]], values: &mut [T], combine: impl Fn(T, f32) -> T) {
+    match *partials {
+        [a] => each_sum_of([a], values, combine),
+        [a, b] => each_sum_of([a, b], values, combine),
+        [a, b, c, d] => each_sum_of([a, b, c, d], values, combine),
+        [a, b, c, d, e, f, g, h] => each_sum_of([a, b, c, d, e, f, g, h], values, combine),
+        _ => {} // no such world
     }
 }
 
-/// The canonical sum of up to `BLOCK` places.
 #[inline(always)]
-fn sum_block<T: Element>(partials: &[&[T]], start: usize, len: usize) -> [f32; BLOCK] {
-    #[inline(always)]
-    fn chain<T: Element>(partials: &[&[T]], start: usize, len: usize) -> [f32; BLOCK] {
-        let mut sum = [0.0; BLOCK];
-        for (rank, partial) in partials.iter().enumerate() {
-            for (sum, value) in sum.iter_mut().zip(&partial[start..start + len]) {
-                *sum = if rank == 0 { value.to_f32() } else { *sum + value.to_f32() };
-            }
-        }
-        sum
+fn each_sum_of<T: Element, const N: usize>(
+    partials: [&[T]; N],
+    values: &mut [T],
+    combine: impl Fn(T, f32) -> T,
+) {
+    let partials = partials.map(|partial| &partial[..values.len()]);
+    for (i, value) in values.iter_mut().enumerate() {
+        let chain = |ranks: std::ops::Range<usize>| {
+            let first = partials[ranks.start][i].to_f32();
+            partials[ranks.start + 1..ranks.end].iter().fold(first, |sum, partial| sum + partial[i].to_f32())
+        };
+        let sum = if N <= 4 { chain(0..N) } else { chain(0..4) + chain(4..N) };
+        *value = combine(*value, sum);
     }
-    let (lower, upper) = partials.split_at(partials.len().min(4));
-    let mut sum = chain(lower, start, len);
-    if !upper.is_empty() {
-        for (sum, upper) in sum.iter_mut().zip(&chain(upper, start, len)) {
-            *sum += upper;
-        }
-    }
-    sum
 }
 
 /// One row of `output = norm(h) * weight`; `row` is scratch.

@@ -301,6 +301,9 @@ pub(super) fn spin_until(limit: Duration, polite: Duration, is_over: impl Fn() -
             if is_over() {
                 return true;
             }
+            if polite.is_zero() {
+                break;
+            }
             std::hint::spin_loop();
         }
         let waited = started.elapsed();
@@ -308,7 +311,7 @@ pub(super) fn spin_until(limit: Duration, polite: Duration, is_over: impl Fn() -
             return false;
         }
         // Perhaps somebody whom we wait for waits for this very processor.
-        if waited > polite {
+        if waited >= polite {
             std::thread::yield_now();
         }
     }
