@@ -68,19 +68,21 @@ impl Rendezvous {
         stage: usize,
         offer: Result<T>,
     ) -> Result<Vec<Arc<T>>> {
-        let offer: Offer = match offer {
-            Ok(offer) => Arc::new(offer),
-            Err(error) => {
-                self.abandon(rank, &error);
-                return Err(error);
-            }
-        };
-        let outcome = self.pass(rank, stage, offer);
-        if let Err(error) = &outcome {
-            self.break_off(error.clone());
-        }
+        self.exchange_and_keep(rank, stage, offer.map(|offer| (offer, ()))).map(|(all, ())| all)
+    }
+
+    /// As [`exchange`](Self::exchange), for a rank that keeps something beside what it offers.
+    pub(crate) fn exchange_and_keep<T: Send + Sync + 'static, K>(
+        &self,
+        rank: Rank,
+        stage: usize,
+        prepared: Result<(T, K)>,
+    ) -> Result<(Vec<Arc<T>>, K)> {
+        let (offer, kept) = prepared.inspect_err(|error| self.abandon(rank, error))?;
+        let outcome =
+            self.pass(rank, stage, Arc::new(offer)).inspect_err(|error| self.break_off(error.clone()));
         let downcast = |offer: Offer| offer.downcast().map_err(|_| another_type(rank));
-        outcome?.into_iter().map(downcast).collect()
+        Ok((outcome?.into_iter().map(downcast).collect::<Result<_>>()?, kept))
     }
 
     fn pass(&self, rank: Rank, stage: usize, offer: Offer) -> Result<Vec<Offer>> {

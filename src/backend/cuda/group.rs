@@ -54,33 +54,22 @@ impl GroupBackend for Cuda {
         shape: Shape,
         config: &GroupConfig,
     ) -> Result<Member> {
+        // Each stage is passed by all ranks or by none.
         let prepared = AllReduceKernels::load::<T>(self, &shape)
             .and_then(|kernels| Ok((self.describe(&kernels, &shape, config)?, kernels)));
-        let (device, kernels) = prepared.map_or_else(|error| (Err(error), None), |(d, k)| (Ok(d), Some(k)));
-        let devices = rendezvous.exchange(rank, 1, device)?;
-        let geometry = agree(&devices, &shape, config);
+        let (devices, kernels) = rendezvous.exchange_and_keep(rank, 1, prepared)?;
 
-        let allocated = geometry.and_then(|geometry| {
-            for device in &devices {
-                self.enable_peer(&device.cuda)?;
-            }
+        let allocated = agree(&devices, &shape, config).and_then(|geometry| {
+            devices.iter().try_for_each(|device| self.enable_peer(&device.cuda))?;
             // All bits set is an empty slab, see PROTOCOL.md.
-            Ok((geometry, Memory::new(self, geometry.slab_bytes, 0xFF)?))
+            Ok((Memory::new(self, geometry.slab_bytes, 0xFF)?, geometry))
         });
-        let (geometry, slab) = allocated.map_or_else(|error| (None, Err(error)), |(g, s)| (Some(g), Ok(s)));
-        let slabs = rendezvous.exchange(rank, 2, slab)?;
+        let (slabs, geometry) = rendezvous.exchange_and_keep(rank, 2, allocated)?;
 
-        let own = geometry.zip(kernels).ok_or_else(|| Error::fault("group", "own memory", "none")).and_then(
-            |(geometry, kernels)| {
-                let mut epochs = self.alloc(geometry.max_blocks as usize)?;
-                self.write(&mut epochs, &vec![config.first_epoch; geometry.max_blocks as usize])?;
-                Ok((geometry, kernels, epochs.into_memory(), HostWords::new(self)?))
-            },
-        );
-        let (ready, own) = own.map_or_else(|error| (Err(error), None), |own| (Ok(()), Some(own)));
-        rendezvous.exchange(rank, 3, ready)?;
-        let (geometry, kernels, epochs, fault) =
-            own.ok_or_else(|| Error::fault("group", "own memory", "none"))?;
+        let own = self
+            .upload(&vec![config.first_epoch; geometry.max_blocks as usize])
+            .and_then(|epochs| Ok(((), (epochs.into_memory(), HostWords::new(self)?))));
+        let (_, (epochs, fault)) = rendezvous.exchange_and_keep(rank, 3, own)?;
 
         let mut arguments = AllReduceNorm {
             epochs: epochs.address,
@@ -123,7 +112,7 @@ impl GroupBackend for Cuda {
     fn reduce<T: Element>(member: &mut Member, call: Call<'_, Self, T>) -> Result<()> {
         <Self as GroupBackend>::check::<T>(member)?;
         let mut arguments = member.arguments;
-        let mut ranges = Ranges { stream: member.cuda.stream_id(), used: Vec::new() };
+        let mut ranges = Ranges { stream: member.cuda.stream_id(), used: Default::default() };
         arguments.rows = call.rows as u32;
         arguments.partial = ranges.read("partial", call.partial, 16)?;
         let norm = call.norm.as_ref().map(|inputs| inputs.norm);
@@ -221,7 +210,15 @@ fn agree(devices: &[Arc<Device>], shape: &Shape, config: &GroupConfig) -> Result
 /// The memory that a call uses: checked against each other.
 struct Ranges {
     stream: StreamId,
-    used: Vec<(&'static str, u64, u64, bool)>,
+    used: [Option<Range>; 6],
+}
+
+#[derive(Clone, Copy)]
+struct Range {
+    name: &'static str,
+    start: u64,
+    end: u64,
+    is_written: bool,
 }
 
 impl Ranges {
@@ -240,7 +237,7 @@ impl Ranges {
         start: u64,
         len: usize,
         alignment: u64,
-        written: bool,
+        is_written: bool,
     ) -> Result<u64> {
         if stream != self.stream {
             return Err(Error::misuse(name, "memory of the `Cuda` that joined the group", "another's"));
@@ -257,13 +254,22 @@ impl Ranges {
                 format!("{len} elements"),
             ));
         };
-        let overlaps = |(_, a, b, other_written): &&(&str, u64, u64, bool)| {
-            (written || *other_written) && start < *b && *a < end
-        };
-        if let Some((other, ..)) = self.used.iter().find(overlaps) {
-            return Err(Error::misuse(name, format!("memory apart from {other}"), "an overlap"));
+        for slot in &mut self.used {
+            match slot {
+                Some(other) if (is_written || other.is_written) && start < other.end && other.start < end => {
+                    return Err(Error::misuse(
+                        name,
+                        format!("memory apart from {}", other.name),
+                        "an overlap",
+                    ));
+                }
+                Some(_) => {}
+                None => {
+                    *slot = Some(Range { name, start, end, is_written });
+                    break;
+                }
+            }
         }
-        self.used.push((name, start, end, written));
         Ok(start)
     }
 }

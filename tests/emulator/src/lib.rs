@@ -5,6 +5,18 @@
 //! machine in a process: tests that use it hold [`exclusive`].
 //!
 //! A run is a function of the seed and of the sequence of calls from one host thread.
+//!
+//! # What it does not model
+//!
+//! * Load buffering: PTX lets two threads that each load and then store see each other's store; here they don't.
+//! * The asynchronous proxy (TMA, `mbarrier`, bulk copies), clusters, `cp.async`, tensor-core instructions,
+//!   textures. Kernels keep away from them, or the emulator learns them first.
+//! * Races between a stream's copies or fills and a kernel that runs; and with work that had ended, unsynchronised,
+//!   before everything was idle.
+//! * The null stream's implicit synchronisation, captures that spread over several streams, the time that
+//!   `__nanosleep` takes.
+//! * All that is not in the source: ptxas, occupancy, caches, bandwidth, latency; approximate instructions
+//!   (`rsqrtf`, `__expf`) have the host's bits.
 
 mod ffi;
 include!("../mutants.rs");
