@@ -1,10 +1,18 @@
 //! From a row of logits to the target's token: the specification that every backend matches bit for bit.
 //!
-//! This version samples at temperature 0. The result is a [`ChoiceKey`], so that blocks, threads and
-//! vocabulary shards can each choose and then combine by maximum without changing the answer.
+//! [`choose`] is the choice at temperature 0; a [`Sampler`] has all parameters of a request. The result is a
+//! [`ChoiceKey`], so that blocks, threads and vocabulary shards can each choose and then combine by maximum
+//! without changing the answer. The [`Speculator`](crate::Speculator) chooses at temperature 0 so far.
+
+mod math;
+mod noise;
+mod sampler;
 
 use crate::error::{Error, Result};
 use crate::tree::TokenId;
+
+pub use noise::gumbel;
+pub use sampler::{Sampler, SamplingContext, SamplingParams};
 
 /// A score and its token in one ordered word: the larger key is the higher score, and at equal scores the
 /// lower token id.

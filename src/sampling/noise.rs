@@ -1,0 +1,154 @@
+//! The noise of sampling: a fixed function of the request's seed, the output position and the token.
+//!
+//! Sampling at temperature T is `argmax(logit / T + G)` with independent Gumbel noise `G` (Gumbel, 1954; the
+//! "Gumbel-max trick"). Here `G` belongs to a position and a token, not to a step or a row, so the text that comes
+//! out does not depend on whether, or how, it was speculated.
+
+use super::math::ln;
+
+/// What a stream of noise is for: streams are independent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    Noise = 0,
+    /// More bits for the smallest values, which decide who wins in a large vocabulary.
+    Refinement = 1,
+}
+
+/// Uniform values below this have 32 more bits.
+const REFINED_BELOW: u32 = 1 << 12;
+
+/// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..10 {
+        let [a, b] = [(0xD251_1F53, counter[0]), (0xCD9E_8D57, counter[2])]
+            .map(|(factor, word)| u64::from(word) * factor);
+        counter = [
+            (b >> 32) as u32 ^ counter[1] ^ key[0],
+            b as u32,
+            (a >> 32) as u32 ^ counter[3] ^ key[1],
+            a as u32,
+        ];
+        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+    }
+    counter
+}
+
+fn uniform_bits(seed: u64, position: u32, token: u32, purpose: Purpose) -> u32 {
+    let counter = [position, token / 4, purpose as u32, 0];
+    philox(counter, [seed as u32, (seed >> 32) as u32])[(token % 4) as usize]
+}
+
+/// Standard Gumbel noise for one token at one output position (prompt length plus number of outputs before).
+///
+/// Computed in f64 from 32 uniform bits, 64 in the tail that wins; rounded once to f32.
+pub fn gumbel(seed: u64, position: u32, token: u32) -> f32 {
+    let bits = uniform_bits(seed, position, token, Purpose::Noise);
+    let exponential = match bits {
+        0..REFINED_BELOW => {
+            let more = uniform_bits(seed, position, token, Purpose::Refinement);
+            small_exponential(bits, more)
+        }
+        _ => exponential(bits),
+    };
+    -ln(exponential) as f32
+}
+
+/// `-ln(1 - v)` for `v = (2 bits + 1) / 2^33`: exponentially distributed, strictly increasing in `bits`.
+fn exponential(bits: u32) -> f64 {
+    // Exact: an odd integer below 2^33.
+    let complement = ((1u64 << 33) - (2 * u64::from(bits) + 1)) as f64 / (1u64 << 33) as f64;
+    -ln(complement)
+}
+
+/// The same for `v = (2 r + 1) / 2^65` with `r = bits * 2^32 + more` and small `bits`.
+fn small_exponential(bits: u32, more: u32) -> f64 {
+    let r = u64::from(bits) << 32 | u64::from(more);
+    let v = (r as f64 + 0.5) / (1u64 << 32) as f64 / (1u64 << 32) as f64;
+    // v < 2^-20: the next term is below 2^-61 of the first.
+    v * (1.0 + v * (0.5 + v * (1.0 / 3.0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Known answers of the Random123 distribution.
+    #[test]
+    fn philox_is_philox() {
+        assert_eq!(philox([0; 4], [0; 2]), [0x6627_E8D5, 0xE169_C58D, 0xBC57_AC4C, 0x9B00_DBD8]);
+        assert_eq!(philox([!0; 4], [!0; 2]), [0x408F_276D, 0x41C8_3B0E, 0xA20B_C7C6, 0x6D54_51FD]);
+        let counter = [0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344];
+        let answer = [0xD16C_FE09, 0x94FD_CCEB, 0x5001_E420, 0x2412_6EA1];
+        assert_eq!(philox(counter, [0xA409_3822, 0x299F_31D0]), answer);
+    }
+
+    /// The law of the noise over inputs `range`: strictly monotone, and the distribution function right to 2^-32.
+    fn check_law(range: impl Iterator<Item = u32>) -> u64 {
+        let (mut before, mut num_checked) = (None, 0);
+        for bits in range {
+            let e = exponential(bits);
+            assert!(before.is_none_or(|before| e > before), "{bits}");
+            let cdf = -(-e).exp_m1();
+            let (low, high) = (f64::from(bits) / 4_294_967_296.0, (f64::from(bits) + 1.0) / 4_294_967_296.0);
+            assert!(low - 1e-15 <= cdf && cdf <= high + 1e-15, "{bits}: {cdf} not in {low}..{high}");
+            before = Some(e);
+            num_checked += 1;
+        }
+        num_checked
+    }
+
+    /// `EAGLE_VERIFY_ALL_NOISE=1` checks all 2^32 inputs; else runs of 64 neighbours, everywhere.
+    #[test]
+    fn the_noise_has_the_exponential_law() {
+        if std::env::var_os("EAGLE_VERIFY_ALL_NOISE").is_some() {
+            assert_eq!(check_law(0..=u32::MAX), 1 << 32);
+            return;
+        }
+        let mut num_checked = 0;
+        for start in (0..=u32::MAX - 64).step_by(1_000_003) {
+            num_checked += check_law(start..start + 64);
+        }
+        num_checked += check_law(0..100_000) + check_law(u32::MAX - 100_000..=u32::MAX);
+        assert!(num_checked > 400_000);
+    }
+
+    /// Refined values lie within the cell of their first 32 bits, in order, and meet the others.
+    #[test]
+    fn refinement_fills_its_cell() {
+        for bits in 0..REFINED_BELOW {
+            let cell = [0, 1, u32::MAX / 2, u32::MAX - 1, u32::MAX].map(|more| small_exponential(bits, more));
+            assert!(cell.windows(2).all(|pair| pair[0] < pair[1]), "{bits}");
+            let (low, middle, high) = (cell[0], exponential(bits), cell[4]);
+            assert!(low < middle && middle < high, "{bits}: {low:e} {middle:e} {high:e}");
+            assert!(high < exponential(bits + 1));
+        }
+    }
+
+    #[test]
+    fn noise_is_gumbel_and_its_keys_are_independent() {
+        let sample: Vec<f64> = (0..200_000).map(|i| f64::from(gumbel(7, i / 1000, i % 1000))).collect();
+        let mean = sample.iter().sum::<f64>() / sample.len() as f64;
+        let variance = sample.iter().map(|g| (g - mean).powi(2)).sum::<f64>() / sample.len() as f64;
+        // Euler's constant and pi^2 / 6, six standard errors.
+        assert!((mean - 0.577_215_66).abs() < 6.0 * 1.2825 / 200_000f64.sqrt(), "{mean}");
+        assert!((variance - 1.644_934).abs() < 0.05, "{variance}");
+        let base = gumbel(7, 3, 5);
+        assert!(
+            [gumbel(8, 3, 5), gumbel(7 + (1 << 32), 3, 5), gumbel(7, 4, 5), gumbel(7, 3, 6), gumbel(7, 3, 9)]
+                .iter()
+                .all(|other| *other != base)
+        );
+        assert_eq!(gumbel(7, 3, 5), base);
+    }
+
+    /// The largest of many is where it must be: the tail that decides has its full resolution.
+    #[test]
+    fn the_winning_tail_is_fine() {
+        let e = |bits, more| small_exponential(bits, more);
+        assert!(e(0, 0) < 1e-19 && e(0, 0) > 0.0);
+        let neighbours = e(0, 1 << 20) / e(0, (1 << 20) + 1);
+        assert!((neighbours - 1.0).abs() < 1e-5);
+        // The control: without refinement the two smallest values differ threefold.
+        assert!((exponential(1) / exponential(0) - 3.0).abs() < 1e-6);
+    }
+}
