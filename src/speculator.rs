@@ -8,8 +8,9 @@ use crate::backend::{Backend, DraftLimits, DraftState};
 use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint};
 use crate::error::{Error, Result, expect_len};
 use crate::kv::PagePool;
+use crate::sampling::{Sampler, SamplingContext, SamplingParams};
 use crate::stats::AcceptStats;
-use crate::tree::{DraftTree, TokenId};
+use crate::tree::{DraftTree, NodeId, TokenId};
 use crate::verify::{FinishReason, Origin, OutputLimits, RequestId, Verdict, VerifyBatch};
 
 /// Pairs that a request which drafts nothing lets wait before the head is run on them together.
@@ -33,6 +34,9 @@ pub struct RequestOptions {
     pub max_new_tokens: usize,
     /// Drafts in each step.
     pub budget: DraftBudget,
+    /// How the target's tokens are sampled. Drafting does not know of it yet: at a temperature above 0 fewer
+    /// drafts are correct, the text is the same.
+    pub sampling: SamplingParams,
 }
 
 /// The first output token of a request.
@@ -92,6 +96,8 @@ pub struct Speculator<B: Backend> {
     step: u64,
     active: Vec<usize>,
     verdicts: Vec<Verdict>,
+    /// The drafts on the way of a walk.
+    path: Vec<TokenId>,
     stats: AcceptStats,
     times: StageTimes,
 }
@@ -99,6 +105,7 @@ pub struct Speculator<B: Backend> {
 #[derive(Debug)]
 struct Request {
     options: RequestOptions,
+    sampler: Sampler,
     /// Prompt and output.
     committed: Vec<TokenId>,
     /// Set once the prompt is complete.
@@ -119,6 +126,13 @@ impl Request {
         let num_emitted = self.committed.len() - self.prompt_len.unwrap_or(self.committed.len());
         let by_request = self.options.max_new_tokens.saturating_sub(num_emitted);
         by_request.min(max_len.saturating_sub(self.committed.len()))
+    }
+
+    /// Where the token after the drafts of `path` is drawn.
+    fn context<'a>(&'a self, path: &'a [TokenId]) -> SamplingContext<'a> {
+        let (prompt, output) = self.committed.split_at(self.prompt_len.unwrap_or(self.committed.len()));
+        let position = (self.committed.len() + path.len()) as u32; // below 2^22
+        SamplingContext { position, prompt, output, path, allowed: None }
     }
 }
 
@@ -169,6 +183,7 @@ impl<B: Backend> Speculator<B> {
             step: 0,
             active: Vec::with_capacity(max_requests),
             verdicts: Vec::new(),
+            path: Vec::new(),
             stats: AcceptStats::default(),
             times: StageTimes::default(),
         })
@@ -177,7 +192,8 @@ impl<B: Backend> Speculator<B> {
     /// Takes in a request, whose prompt will follow.
     ///
     /// # Errors
-    /// *Misuse* when the id is in use, or no output token is wanted; *fault* when all places are taken.
+    /// *Misuse* when the id is in use, no output token is wanted, or a sampling parameter is out of its range;
+    /// *fault* when all places are taken.
     pub fn admit(&mut self, id: RequestId, options: RequestOptions) -> Result<()> {
         if self.slots.contains_key(&id) {
             return Err(Error::misuse("request", "an id that is not in use", id.0));
@@ -185,6 +201,7 @@ impl<B: Backend> Speculator<B> {
         if options.max_new_tokens == 0 {
             return Err(Error::misuse("max_new_tokens", "at least 1", 0));
         }
+        let sampler = Sampler::new(options.sampling.clone())?;
         let free = self.requests.iter().position(Option::is_none);
         let slot = free.ok_or_else(|| {
             Error::fault("requests", format_args!("at most {}", self.config.max_requests), "one more")
@@ -192,6 +209,7 @@ impl<B: Backend> Speculator<B> {
         self.slots.insert(id, slot);
         self.requests[slot] = Some(Request {
             options,
+            sampler,
             committed: Vec::new(),
             prompt_len: None,
             finished: false,
@@ -259,7 +277,8 @@ impl<B: Backend> Speculator<B> {
             return Err(Error::misuse("prompt", "at least 1 token", 0));
         }
         expect_len("logits", self.vocab, B::view_len(logits))?;
-        let token = self.backend.choose(logits, self.vocab, 0)?.token();
+        let token =
+            self.backend.choose(logits, self.vocab, 0, &request.sampler, request.context(&[]))?.token();
         request.prompt_len = Some(request.committed.len());
         request.committed.push(token);
         self.states[slot].next_tokens.push(token);
@@ -396,9 +415,15 @@ impl<B: Backend> Speculator<B> {
                 num_remaining: request.num_remaining(self.config.max_len),
             };
             let first_row = entry.rows().start;
-            let (backend, vocab) = (&self.backend, self.vocab);
+            let (backend, vocab, path) = (&self.backend, self.vocab, &mut self.path);
+            path.clear();
             verdict.walk(entry, limits, |node| {
-                backend.choose(logits, vocab, first_row + node.index()).map(|key| key.token())
+                // The walk goes down: each node is a child of the one before.
+                if node != NodeId::ROOT {
+                    path.push(entry.tree().token(node));
+                }
+                let (row, context) = (first_row + node.index(), request.context(path));
+                backend.choose(logits, vocab, row, &request.sampler, context).map(|key| key.token())
             });
             request.proposed_step = None;
             request.committed.extend_from_slice(&verdict.emitted);

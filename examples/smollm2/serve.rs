@@ -122,7 +122,10 @@ pub fn speculative(
         while active.len() < batch && next < prompts.len() {
             let id = RequestId(next as u64);
             let stop_tokens = vec![END_OF_TURN];
-            speculator.admit(id, RequestOptions { stop_tokens, max_new_tokens: max_new, budget })?;
+            speculator.admit(
+                id,
+                RequestOptions { stop_tokens, max_new_tokens: max_new, budget, sampling: Default::default() },
+            )?;
             let mut table = target.new_table();
             let mut first = None;
             let mut chunks = prompts[next].chunks(PROMPT_CHUNK).peekable();

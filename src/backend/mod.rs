@@ -10,7 +10,7 @@ pub mod cuda;
 use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint};
 use crate::error::Result;
 use crate::kv::PageTable;
-use crate::sampling::ChoiceKey;
+use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
 use crate::tree::TokenId;
 
 /// Memory and the coarse operations that touch it.
@@ -69,12 +69,19 @@ pub trait Backend: sealed::Sealed + Sized {
     #[doc(hidden)]
     fn draft(&self, draft: &mut Self::Draft, states: &mut [DraftState], active: &[usize]) -> Result<()>;
 
-    /// The target's token of one row of logits, `[rows, vocab]`: [`choose`](crate::sampling::choose).
+    /// The target's token of one row of logits, `[rows, vocab]`: [`Sampler::choose`].
     ///
     /// # Errors
     /// *Fault* when the row gives no token.
     #[doc(hidden)]
-    fn choose(&self, logits: Self::View<'_>, vocab: usize, row: usize) -> Result<ChoiceKey>;
+    fn choose(
+        &self,
+        logits: Self::View<'_>,
+        vocab: usize,
+        row: usize,
+        sampler: &Sampler,
+        context: SamplingContext<'_>,
+    ) -> Result<ChoiceKey>;
 }
 
 mod sealed {

@@ -2,7 +2,7 @@
 //!
 //! [`choose`] is the choice at temperature 0; a [`Sampler`] has all parameters of a request. The result is a
 //! [`ChoiceKey`], so that blocks, threads and vocabulary shards can each choose and then combine by maximum
-//! without changing the answer. The [`Speculator`](crate::Speculator) chooses at temperature 0 so far.
+//! without changing the answer.
 
 mod math;
 mod noise;

@@ -112,6 +112,12 @@ impl Sampler {
         &self.params
     }
 
+    /// Whether it takes the largest logit as it is, wherever in a text.
+    pub(crate) fn is_plain(&self) -> bool {
+        let seed = self.params.seed;
+        self.params == SamplingParams { seed, ..SamplingParams::default() }
+    }
+
     /// Chooses from one row of logits, `[vocab]`.
     ///
     /// # Order and rounding

@@ -7,6 +7,7 @@ use crate::ErrorKind;
 use crate::backend::cpu::{Cpu, Embedding};
 use crate::tree::NodeId;
 
+mod sampled;
 #[path = "../../tests/common/toy.rs"]
 mod toy;
 use toy::{FEATURE_WIDTH, TARGET};
@@ -22,7 +23,7 @@ fn speculator(max_requests: usize) -> Speculator<Cpu> {
 }
 
 fn options(max_new_tokens: usize, budget: DraftBudget) -> RequestOptions {
-    RequestOptions { stop_tokens: Vec::new(), max_new_tokens, budget }
+    RequestOptions { stop_tokens: Vec::new(), max_new_tokens, budget, sampling: SamplingParams::default() }
 }
 
 fn admit(

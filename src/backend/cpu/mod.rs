@@ -20,7 +20,7 @@ use half::bf16;
 use super::{Backend, DraftLimits, DraftState};
 use crate::draft::{Eagle3Checkpoint, Matrix, Weights};
 use crate::error::{Error, Result, expect_len};
-use crate::sampling::ChoiceKey;
+use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
 
 pub use attention::{AttentionRow, KvCache, KvShape};
 pub use linear::PackedLinear;
@@ -184,7 +184,19 @@ impl Backend for Cpu {
         draft.draft(self, states, active)
     }
 
-    fn choose(&self, logits: &[f32], vocab: usize, row: usize) -> Result<ChoiceKey> {
-        ops::choose(&logits[row * vocab..][..vocab])
+    fn choose(
+        &self,
+        logits: &[f32],
+        vocab: usize,
+        row: usize,
+        sampler: &Sampler,
+        context: SamplingContext<'_>,
+    ) -> Result<ChoiceKey> {
+        let row = &logits[row * vocab..][..vocab];
+        if sampler.is_plain() && context.allowed.is_none() {
+            ops::choose(row)
+        } else {
+            sampler.choose(row, context)
+        }
     }
 }
