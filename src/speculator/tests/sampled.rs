@@ -96,7 +96,7 @@ fn a_changing_batch_changes_no_sampled_text() {
     let (mut batch, mut num_compared) = (VerifyBatch::new(), 0);
     while !live.is_empty() {
         let mut ids: Vec<RequestId> = live.iter().map(|(id, _)| *id).collect();
-        ids.retain(|_| numbers.next_u64() % 3 != 0);
+        ids.retain(|_| !numbers.next_u64().is_multiple_of(3));
         let rotation = numbers.next_u64() as usize % ids.len().max(1);
         ids.rotate_left(rotation);
         for id in &ids {
