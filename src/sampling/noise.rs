@@ -38,6 +38,47 @@ fn uniform_bits(seed: u64, position: u32, token: u32, purpose: Purpose) -> u32 {
     philox(counter, [seed as u32, (seed >> 32) as u32])[(token % 4) as usize]
 }
 
+/// Tokens of a block of noise bits.
+pub(crate) const BLOCK: usize = 64;
+
+/// The uniform bits of `BLOCK` tokens from `first`, a multiple of 4, in one go: each loop is over 16 counters.
+#[inline(always)]
+pub(crate) fn uniform_block(seed: u64, position: u32, first: u32) -> [u32; BLOCK] {
+    const N: usize = BLOCK / 4;
+    let mut counter = [[position; N], [0; N], [Purpose::Noise as u32; N], [0; N]];
+    for (i, word) in counter[1].iter_mut().enumerate() {
+        *word = (first / 4).wrapping_add(i as u32);
+    }
+    let mut key = [seed as u32, (seed >> 32) as u32];
+    for _ in 0..10 {
+        let before = counter;
+        for i in 0..N {
+            let a = u64::from(before[0][i]) * 0xD251_1F53;
+            let b = u64::from(before[2][i]) * 0xCD9E_8D57;
+            counter[0][i] = (b >> 32) as u32 ^ before[1][i] ^ key[0];
+            counter[1][i] = b as u32;
+            counter[2][i] = (a >> 32) as u32 ^ before[3][i] ^ key[1];
+            counter[3][i] = a as u32;
+        }
+        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+    }
+    let mut bits = [0; BLOCK];
+    for i in 0..N {
+        for lane in 0..4 {
+            bits[4 * i + lane] = counter[lane][i];
+        }
+    }
+    bits
+}
+
+/// No less than the noise that these uniform bits give: -ln v, with v rounded down to a power of two.
+#[inline(always)]
+pub(crate) fn noise_bound(bits: u32) -> f32 {
+    // 24 bits are exact in f32; their exponent is the place of the highest one.
+    let exponent = ((bits >> 8) as f32).to_bits() >> 23; // 127 + place, 0 for none
+    (151.0 - exponent as f32) * 0.693_148 // a little more than ln 2
+}
+
 /// Standard Gumbel noise for one token at one output position (prompt length plus number of outputs before).
 ///
 /// Computed in f64 from 32 uniform bits, 64 in the tail that wins; rounded once to f32.
@@ -110,6 +151,25 @@ mod tests {
         }
         num_checked += check_law(0..100_000) + check_law(u32::MAX - 100_000..=u32::MAX);
         assert!(num_checked > 400_000);
+    }
+
+    #[test]
+    fn blocks_are_the_same_bits_and_bounds_hold() {
+        for (seed, position, first) in [(1, 0, 0), (u64::MAX / 3, 17, 4096), (9, u32::MAX, u32::MAX - 63)] {
+            let block = uniform_block(seed, position, first);
+            for (i, bits) in block.into_iter().enumerate() {
+                let token = first + i as u32;
+                assert_eq!(bits, uniform_bits(seed, position, token, Purpose::Noise));
+                assert!(gumbel(seed, position, token) <= noise_bound(bits));
+            }
+        }
+        let noise =
+            |bits| -ln(if bits < REFINED_BELOW { small_exponential(bits, 0) } else { exponential(bits) });
+        for bits in (0..32).map(|place| 1 << place).chain(0..5000).chain(u32::MAX - 5000..=u32::MAX) {
+            let (seen, bound) = (noise(bits) as f32, noise_bound(bits));
+            assert!(seen <= bound, "{bits}: {seen} {bound}");
+            assert!(bits < 512 || bound < seen.max(0.0) + 1.7, "{bits}: close enough to be of use");
+        }
     }
 
     /// Refined values lie within the cell of their first 32 bits, in order, and meet the others.

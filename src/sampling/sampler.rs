@@ -136,13 +136,13 @@ impl Sampler {
         if let Some(token) = logits.iter().position(|logit| logit.is_nan()) {
             return Err(nan_logit(TokenId(token as u32)));
         }
-        let adjusted = self.adjusted(logits, context)?;
+        let mut adjusted = logits.to_vec();
+        self.adjust(&mut adjusted, context)?;
         let params = &self.params;
         if params.temperature == 0.0 {
             return choose(&adjusted);
         }
-        let finite = |logit: f32, z: f32| if logit.is_finite() { z.clamp(f32::MIN, f32::MAX) } else { z };
-        let z: Vec<f32> = adjusted.iter().map(|&logit| finite(logit, logit / params.temperature)).collect();
+        let z: Vec<f32> = adjusted.iter().map(|logit| scaled(*logit, params.temperature)).collect();
         let threshold = self.threshold(&z);
         let mut best = ChoiceKey::default();
         for (token, &z) in (0..).zip(&z).filter(|(_, z)| **z >= threshold) {
@@ -152,44 +152,51 @@ impl Sampler {
         reject_masked(best)
     }
 
-    /// Logits with penalties, bias and mask.
-    fn adjusted(&self, logits: &[f32], context: SamplingContext<'_>) -> Result<Vec<f32>> {
+    /// Applies penalties, bias and mask to logits.
+    pub(crate) fn adjust(&self, logits: &mut [f32], context: SamplingContext<'_>) -> Result<()> {
         let SamplingContext { prompt, output, path, allowed, .. } = context;
         let params = &self.params;
-        let mut adjusted = logits.to_vec();
-        let in_vocabulary = |token: &&TokenId| (token.0 as usize) < logits.len();
-        let mut seen: Vec<u32> =
-            prompt.iter().chain(output).chain(path).filter(in_vocabulary).map(|token| token.0).collect();
-        seen.sort_unstable();
-        seen.dedup();
-        for token in seen {
-            let logit = &mut adjusted[token as usize];
-            let penalty = params.repetition_penalty;
-            *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
-            let count = output.iter().chain(path).filter(|other| other.0 == token).count();
-            *logit -= params.frequency_penalty * count as f32;
-            *logit -= if count > 0 { params.presence_penalty } else { 0.0 };
+        let has_penalty = params.repetition_penalty != 1.0
+            || params.presence_penalty != 0.0
+            || params.frequency_penalty != 0.0;
+        if !has_penalty && params.logit_bias.is_empty() && allowed.is_none() {
+            return Ok(());
         }
-        let mut biased = Vec::new();
-        for (token, bias) in params.logit_bias.iter().rev().filter(|(token, _)| in_vocabulary(&token)) {
-            if !biased.contains(token) {
-                biased.push(*token);
-                adjusted[token.0 as usize] += bias;
+        let vocab = logits.len();
+        let in_vocabulary = |token: TokenId| (token.0 as usize) < vocab;
+        if has_penalty {
+            let text = prompt.iter().chain(output).chain(path);
+            let mut seen: Vec<u32> =
+                text.filter(|token| in_vocabulary(**token)).map(|token| token.0).collect();
+            seen.sort_unstable();
+            seen.dedup();
+            for token in seen {
+                let logit = &mut logits[token as usize];
+                let penalty = params.repetition_penalty;
+                *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+                let count = output.iter().chain(path).filter(|other| other.0 == token).count();
+                *logit -= params.frequency_penalty * count as f32;
+                *logit -= if count > 0 { params.presence_penalty } else { 0.0 };
+            }
+        }
+        for (i, (token, bias)) in params.logit_bias.iter().enumerate() {
+            let is_last = params.logit_bias[i + 1..].iter().all(|(other, _)| other != token);
+            if is_last && in_vocabulary(*token) {
+                logits[token.0 as usize] += bias;
             }
         }
         if let Some(allowed) = allowed {
-            let wanted = logits.len().div_ceil(32);
-            crate::error::expect_len("mask of allowed tokens, in words", wanted, allowed.len())?;
-            for (token, logit) in adjusted.iter_mut().enumerate() {
+            crate::error::expect_len("mask of allowed tokens, in words", vocab.div_ceil(32), allowed.len())?;
+            for (token, logit) in logits.iter_mut().enumerate() {
                 if allowed[token / 32] >> (token % 32) & 1 == 0 {
                     *logit = f32::NEG_INFINITY;
                 }
             }
         }
         // Infinite logits and infinite penalties may have met.
-        match adjusted.iter().position(|logit| logit.is_nan()) {
+        match logits.iter().position(|logit| logit.is_nan()) {
             Some(token) => Err(nan_logit(TokenId(token as u32))),
-            None => Ok(adjusted),
+            None => Ok(()),
         }
     }
 
@@ -206,7 +213,7 @@ impl Sampler {
             sorted.retain(|z| *z >= last);
         }
         if params.min_p > 0.0 {
-            let least = share(1 << 40, params.min_p);
+            let least = share(LARGEST_WEIGHT, params.min_p);
             sorted.retain(|z| u128::from(weight(*z)) >= least);
         }
         if params.top_p < 1.0 {
@@ -224,8 +231,24 @@ impl Sampler {
     }
 }
 
+/// `logit / temperature`, finite if the logit is.
+#[inline(always)]
+pub(crate) fn scaled(logit: f32, temperature: f32) -> f32 {
+    let z = logit / temperature;
+    if logit.is_finite() { z.clamp(f32::MIN, f32::MAX) } else { z }
+}
+
+/// The weight of the likeliest token.
+pub(crate) const LARGEST_WEIGHT: u64 = 1 << 40;
+
+/// A token's probability over the likeliest token's, in units of 2^-40.
+#[inline(always)]
+pub(crate) fn weight(z: f32, largest: f32) -> u64 {
+    if z == largest { LARGEST_WEIGHT } else { exp_fixed(f64::from(z) - f64::from(largest)) }
+}
+
 /// `whole * part` rounded up, exactly; `part` from 0 to 1.
-fn share(whole: u64, part: f32) -> u128 {
+pub(crate) fn share(whole: u64, part: f32) -> u128 {
     // part = mantissa / 2^shift
     let bits = part.to_bits();
     let exponent = bits >> 23;

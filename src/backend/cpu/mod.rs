@@ -10,6 +10,7 @@ mod group;
 mod head;
 mod linear;
 mod ops;
+mod sample;
 mod simd;
 mod threads;
 
@@ -196,7 +197,7 @@ impl Backend for Cpu {
         if sampler.is_plain() && context.allowed.is_none() {
             ops::choose(row)
         } else {
-            sampler.choose(row, context)
+            sample::choose(sampler, row, context)
         }
     }
 }

@@ -120,13 +120,19 @@ pub fn silu_mul(cpu: &Cpu, gate_up: &[f32], width: usize, out: &mut [f32]) -> Re
     Ok(())
 }
 
-/// [`choose`](crate::sampling::choose), fast.
-pub(super) fn choose(logits: &[f32]) -> Result<ChoiceKey> {
+/// The largest logit, if none is NaN.
+pub(super) fn reject_nan(logits: &[f32]) -> Result<f32> {
     let (max, has_nan) = max_and_nan(logits);
     if has_nan {
         let token = logits.iter().position(|logit| logit.is_nan()).unwrap_or_default();
         return Err(nan_logit(TokenId(token as u32)));
     }
+    Ok(max)
+}
+
+/// [`choose`](crate::sampling::choose), fast.
+pub(super) fn choose(logits: &[f32]) -> Result<ChoiceKey> {
+    let max = reject_nan(logits)?;
     let place = logits.chunks(LANES).position(|chunk| chunk.contains(&max)).unwrap_or_default();
     let offset = logits.iter().skip(place * LANES).position(|logit| *logit == max);
     // A row that is all negative infinity, or empty, has a position or not; the check refuses both.
@@ -136,16 +142,14 @@ pub(super) fn choose(logits: &[f32]) -> Result<ChoiceKey> {
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
 fn max_and_nan(values: &[f32]) -> (f32, bool) {
-    let mut nan = [0u32; LANES];
-    let mut look = |chunk: &[f32; LANES]| {
-        for (nan, value) in nan.iter_mut().zip(chunk) {
-            *nan |= u32::from(value.is_nan());
+    let (mut largest, mut nan) = ([f32::NEG_INFINITY; LANES], [false; LANES]);
+    for chunk in values.chunks(LANES) {
+        for ((value, largest), nan) in chunk.iter().zip(&mut largest).zip(&mut nan) {
+            *largest = if *value > *largest { *value } else { *largest };
+            *nan |= value.is_nan();
         }
-    };
-    let (chunks, rest) = values.as_chunks();
-    chunks.iter().for_each(&mut look);
-    look(&pad(rest));
-    (max(values), nan.into_iter().any(|nan| nan != 0))
+    }
+    (fold(largest, |a, b| if b > a { b } else { a }), nan.contains(&true))
 }
 
 /// `ln(sum(exp(values)))`; NaN if a value is NaN or +infinity, or all are negative infinity.

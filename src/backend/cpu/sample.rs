@@ -1,0 +1,239 @@
+//! [`Sampler::choose`], fast: no sort, no allocation after the first row, and almost no logarithms.
+//!
+//! A token's noise is at most `-ln` of its uniform bits' highest power of two, so nearly all tokens are ruled out
+//! by their bits alone: noise is worked out for a few dozen of a vocabulary. Filters find their threshold by
+//! counting, or adding weights, by the leading bits of `z`, three times ten or eleven of them.
+
+use std::cell::RefCell;
+
+use multiversion::multiversion;
+
+use super::ops;
+use crate::error::Result;
+use crate::sampling::{
+    BLOCK, ChoiceKey, LARGEST_WEIGHT, Sampler, SamplingContext, gumbel, noise_bound, reject_masked, scaled,
+    share, uniform_block, weight,
+};
+use crate::tree::TokenId;
+
+#[derive(Default)]
+struct Scratch {
+    z: Vec<f32>,
+    weights: Vec<u64>,
+}
+
+/// The same key, or error, as `sampler.choose(logits, context)`.
+pub(super) fn choose(sampler: &Sampler, logits: &[f32], context: SamplingContext<'_>) -> Result<ChoiceKey> {
+    thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
+    SCRATCH.with_borrow_mut(|scratch| scratch.choose(sampler, logits, context))
+}
+
+impl Scratch {
+    fn choose(
+        &mut self,
+        sampler: &Sampler,
+        logits: &[f32],
+        context: SamplingContext<'_>,
+    ) -> Result<ChoiceKey> {
+        ops::reject_nan(logits)?;
+        let params = sampler.params();
+        self.z.clear();
+        self.z.extend_from_slice(logits);
+        sampler.adjust(&mut self.z, context)?;
+        if params.temperature == 0.0 {
+            return ops::choose(&self.z);
+        }
+        let largest = scale(&mut self.z, params.temperature);
+        let mut threshold = f32::NEG_INFINITY;
+        if params.top_k > 0 && params.top_k < self.z.len() {
+            threshold = reach(&self.z, params.top_k as u64, |_| 1);
+        }
+        if params.min_p > 0.0 || params.top_p < 1.0 {
+            let least = share(LARGEST_WEIGHT, params.min_p) as u64; // at most 2^40
+            self.weights.resize(self.z.len(), 0);
+            let (total, smallest) = weigh(&self.z, largest, threshold, least, &mut self.weights);
+            threshold = smallest;
+            if params.top_p < 1.0 {
+                let wanted = share(total, params.top_p) as u64; // at most the total
+                threshold = reach(&self.z, wanted, |i| self.weights[i]);
+            }
+        }
+        reject_masked(draw(&self.z, threshold, params.seed, context.position))
+    }
+}
+
+/// Sums and extremes are kept for so many places side by side, or no loop over them would vectorise.
+const LANES: usize = 16;
+
+/// Divides by the temperature and returns the largest.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn scale(z: &mut [f32], temperature: f32) -> f32 {
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    let mut chunks = z.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
+        for (z, largest) in chunk.iter_mut().zip(&mut largest) {
+            *z = scaled(*z, temperature);
+            *largest = if *z > *largest { *z } else { *largest };
+        }
+    }
+    for (z, largest) in chunks.into_remainder().iter_mut().zip(&mut largest) {
+        *z = scaled(*z, temperature);
+        *largest = if *z > *largest { *z } else { *largest };
+    }
+    largest.into_iter().fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// Weights of the tokens that a threshold and `min_p` leave, 0 for the others; their sum, and their smallest `z`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn weigh(z: &[f32], largest: f32, threshold: f32, least: u64, weights: &mut [u64]) -> (u64, f32) {
+    let (mut total, mut smallest) = ([0; LANES], [f32::INFINITY; LANES]);
+    for (z, weights) in z.chunks(LANES).zip(weights.chunks_mut(LANES)) {
+        let lanes = z.iter().zip(weights).zip(total.iter_mut().zip(&mut smallest));
+        for ((z, slot), (total, smallest)) in lanes {
+            let weight = weight(*z, largest);
+            let is_kept = (*z >= threshold) & (weight >= least);
+            *slot = if is_kept { weight } else { 0 };
+            *total += *slot;
+            *smallest = if is_kept & (*z < *smallest) { *z } else { *smallest };
+        }
+    }
+    (total.iter().sum(), smallest.into_iter().fold(f32::INFINITY, f32::min))
+}
+
+/// The largest `z` such that tokens with at least this `z` weigh `wanted`, which is at least 1 and at most what
+/// all weigh.
+fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64) -> f32 {
+    let ordered = |z: f32| {
+        let bits = z.to_bits();
+        if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
+    };
+    let mut prefix = 0;
+    for (shift, width) in [(21, 11), (10, 11), (0, 10)] {
+        let mut sums = [0u64; 1 << 11];
+        for (i, z) in z.iter().enumerate() {
+            let key = u64::from(ordered(*z)) >> shift;
+            if key >> width == prefix {
+                sums[(key & ((1 << width) - 1)) as usize] += weight(i);
+            }
+        }
+        let mut digit = (1 << width) - 1;
+        while digit > 0 && sums[digit] < wanted {
+            wanted -= sums[digit];
+            digit -= 1;
+        }
+        prefix = prefix << width | digit as u64;
+    }
+    let ordered = prefix as u32;
+    f32::from_bits(if ordered >> 31 == 1 { ordered & !(1 << 31) } else { !ordered })
+}
+
+/// The largest of `z + noise` among tokens with `z >= threshold`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
+    let mut best = ChoiceKey::default();
+    let mut best_score = f32::NEG_INFINITY;
+    for (block, z) in z.chunks(BLOCK).enumerate() {
+        let first = (block * BLOCK) as u32;
+        let bits = uniform_block(seed, position, first);
+        let mut may_win = [false; BLOCK];
+        let mut any = false;
+        for ((may_win, z), bits) in may_win.iter_mut().zip(z).zip(&bits) {
+            // Rounding keeps order: what the bound does not reach, the noise does not.
+            *may_win = *z >= threshold && z + noise_bound(*bits) >= best_score;
+            any |= *may_win;
+        }
+        if !any {
+            continue;
+        }
+        for (i, z) in z.iter().enumerate().filter(|(i, _)| may_win[*i]) {
+            let token = first + i as u32;
+            let score = z + gumbel(seed, position, token);
+            best = best.max(ChoiceKey::new(score, TokenId(token)));
+            best_score = best.score();
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sampling::SamplingParams;
+    use proptest::prelude::*;
+
+    fn logit() -> impl Strategy<Value = f32> {
+        prop_oneof![
+            8 => -9.0f32..9.0,
+            4 => (-6i8..6).prop_map(f32::from),
+            1 => Just(f32::NEG_INFINITY),
+            1 => prop_oneof![Just(f32::INFINITY), Just(-0.0f32), Just(0.0), Just(3e38), Just(1e-40)],
+        ]
+    }
+
+    prop_compose! {
+        fn params()(
+            temperature in prop_oneof![Just(0.0f32), Just(1e-6), 0.1f32..2.0, Just(1e6)],
+            top_k in prop_oneof![Just(0usize), 0usize..60],
+            top_p in prop_oneof![Just(1.0f32), 0.01f32..1.0],
+            min_p in prop_oneof![Just(0.0f32), 0.0f32..1.0],
+            penalty in prop_oneof![Just((1.0f32, 0.0f32)), (0.5f32..2.0, -1.0f32..1.0)],
+            bias in prop::collection::vec((0u32..300, -3.0f32..3.0), 0..4),
+            seed in any::<u64>(),
+        ) -> SamplingParams {
+            let logit_bias = bias.into_iter().map(|(token, bias)| (TokenId(token), bias)).collect();
+            let (repetition_penalty, frequency_penalty) = penalty;
+            SamplingParams {
+                temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty: 0.0, frequency_penalty,
+                logit_bias, seed,
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #[test]
+        fn it_is_the_specification(
+            row in prop::collection::vec(logit(), 0..300),
+            params in params(),
+            text in prop::collection::vec((0u32..300).prop_map(TokenId), 0..9),
+            mask in prop::option::weighted(0.2, any::<[u32; 10]>()),
+            position in any::<u32>(),
+        ) {
+            let sampler = Sampler::new(params).unwrap();
+            let allowed = mask.as_ref().map(|mask| &mask[..row.len().div_ceil(32)]);
+            let (prompt, output) = text.split_at(text.len() / 2);
+            let context = SamplingContext { position, prompt, output, path: &[], allowed };
+            let same = |r: Result<ChoiceKey>| r.map_err(|e| e.to_string());
+            prop_assert_eq!(same(choose(&sampler, &row, context)), same(sampler.choose(&row, context)));
+        }
+    }
+
+    /// Large vocabularies, flat and peaked: where most tokens are ruled out by their bits.
+    #[test]
+    fn large_rows_too() {
+        let mut numbers = 1u32;
+        let mut next = || {
+            numbers = numbers.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (numbers >> 8) as f32 / (1 << 24) as f32
+        };
+        for (vocab, scale) in [(49_152, 1.0), (128_256, 12.0), (163_840, 0.01), (50_257, 30.0)] {
+            let row: Vec<f32> = (0..vocab).map(|_| scale * (next() + next() + next() - 1.5)).collect();
+            for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (0, 0.95, 0.0), (50, 0.9, 0.0), (0, 1.0, 0.05)] {
+                let params =
+                    SamplingParams { temperature: 0.8, top_k, top_p, min_p, seed: 3, ..Default::default() };
+                let sampler = Sampler::new(params).unwrap();
+                for position in 0..3 {
+                    let context =
+                        SamplingContext { position, prompt: &[], output: &[], path: &[], allowed: None };
+                    let seen = choose(&sampler, &row, context).unwrap();
+                    assert_eq!(
+                        seen,
+                        sampler.choose(&row, context).unwrap(),
+                        "{vocab} {:?}",
+                        sampler.params()
+                    );
+                }
+            }
+        }
+    }
+}
