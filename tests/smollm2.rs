@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use eagle_verify::backend::cpu::Cpu;
+use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
     DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, Speculator, SpeculatorConfig, TokenId, VerifyBatch,
 };
@@ -136,7 +137,9 @@ fn whole_outputs_and_acceptance_match_the_golden_runs() {
     for i in 0..3 {
         let golden = Golden::read(i);
         let (prompt, want) = (golden.tokens("prompt_ids"), golden.tokens("output_ids"));
-        let run = serve::speculative(&mut target, &mut speculator, &[prompt], 1, want.len(), budget).unwrap();
+        let (prompts, greedy) = ([prompt], SamplingParams::default());
+        let run = serve::speculative(&mut target, &mut speculator, &prompts, 1, want.len(), budget, &greedy)
+            .unwrap();
         assert_eq!(run.outputs[0], want);
         // The recorded run had no limit to cut its last step.
         let recorded = golden.tokens("accepted_lengths").len() as u64;
@@ -152,21 +155,40 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
     // Two of each kind.
     let texts = prompts::BUILT_IN.iter().enumerate().filter(|(i, _)| i % 7 < 2).map(|(_, (_, text))| text);
     let prompts: Vec<_> = texts.map(|text| target.tokenizer.chat(text).unwrap()).collect();
-    let plain = serve::plain(&mut target, &prompts, 1, 24).unwrap();
-    assert_eq!(serve::plain(&mut target, &prompts, 3, 24).unwrap().outputs, plain.outputs);
+    let cpu = Cpu::new().unwrap();
     let tree = |width, depth, nodes| DraftBudget::new(width, depth, nodes).unwrap();
-    for (batch, budget) in [
+    let greedy = SamplingParams::default();
+    let sampled = |temperature, top_p| SamplingParams { temperature, top_p, seed: 11, ..Default::default() };
+    let penalised = SamplingParams { frequency_penalty: 0.4, min_p: 0.02, ..sampled(0.7, 1.0) };
+    let mut texts = Vec::new();
+    let few = [(1, tree(8, 4, 12)), (3, DraftBudget::chain(4).unwrap())];
+    let many = [
         (1, tree(8, 4, 12)),
         (1, DraftBudget::chain(3).unwrap()),
         (4, DraftBudget::NONE),
         (4, DraftBudget::chain(4).unwrap()),
         (3, tree(8, 5, 32)),
         (4, tree(4, 3, 8)),
+    ];
+    for (params, num_prompts, budgets, least) in [
+        (greedy, prompts.len(), &many[..], 1.3),
+        (sampled(0.7, 0.95), 3, &few[..], 1.05),
+        (sampled(1.0, 1.0), 3, &few[..], 1.0),
+        (penalised, 3, &few[..], 1.0),
     ] {
-        let run = serve::speculative(&mut target, &mut speculator, &prompts, batch, 24, budget).unwrap();
-        assert_eq!(run.outputs, plain.outputs, "batch {batch}, {budget:?}");
-        assert!(budget == DraftBudget::NONE || run.stats.acceptance_length().unwrap() > 1.3);
+        let prompts = &prompts[..num_prompts];
+        let plain = serve::plain(&mut target, &cpu, prompts, 1, 24, &params).unwrap();
+        assert_eq!(serve::plain(&mut target, &cpu, prompts, 3, 24, &params).unwrap().outputs, plain.outputs);
+        for &(batch, budget) in budgets {
+            let run = serve::speculative(&mut target, &mut speculator, prompts, batch, 24, budget, &params)
+                .unwrap();
+            assert_eq!(run.outputs, plain.outputs, "batch {batch}, {budget:?}, {params:?}");
+            assert!(budget == DraftBudget::NONE || run.stats.acceptance_length().unwrap() > least);
+        }
+        texts.push(plain.outputs[0].clone());
     }
+    // The control: they are not all the most likely text.
+    assert!(texts[1..].iter().all(|text| *text != texts[0]));
 }
 
 #[test]

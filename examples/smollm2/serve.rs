@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use eagle_verify::backend::cpu::Cpu;
+use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
 use eagle_verify::{
     AcceptStats, DraftBudget, PageTable, RequestId, RequestOptions, Speculator, TokenId, VerifyBatch,
 };
@@ -60,8 +61,21 @@ struct Active {
 }
 
 /// Decodes plainly.
-pub fn plain(target: &mut Target, prompts: &[Vec<TokenId>], batch: usize, max_new: usize) -> Result<Run> {
+pub fn plain(
+    target: &mut Target,
+    cpu: &Cpu,
+    prompts: &[Vec<TokenId>],
+    batch: usize,
+    max_new: usize,
+    sampling: &SamplingParams,
+) -> Result<Run> {
     let started = Instant::now();
+    let sampler = Sampler::new(sampling.clone())?;
+    let choose = |logits: &[f32], prompt: &[TokenId], output: &[TokenId]| -> Result<TokenId> {
+        let position = (prompt.len() + output.len()) as u32;
+        let context = SamplingContext { position, prompt, output, path: &[], allowed: None };
+        Ok(cpu.sample(&sampler, logits, context)?.token())
+    };
     let mut run = Run { outputs: vec![Vec::new(); prompts.len()], ..Run::default() };
     let (mut next, mut active) = (0, Vec::<Active>::new());
     loop {
@@ -71,7 +85,8 @@ pub fn plain(target: &mut Target, prompts: &[Vec<TokenId>], batch: usize, max_ne
             for chunk in prompts[next].chunks(PROMPT_CHUNK) {
                 let lease = table.lease(chunk.len())?;
                 let pass = Pass::prompt(lease.table(), lease.table().len(), chunk);
-                last = argmax(target.forward(&pass)?.logits);
+                let logits = target.forward(&pass)?.logits;
+                last = choose(logits, &prompts[next], &[])?;
                 lease.commit(chunk.len())?;
             }
             run.outputs[next].push(last);
@@ -93,9 +108,9 @@ pub fn plain(target: &mut Target, prompts: &[Vec<TokenId>], batch: usize, max_ne
         let answer = target.forward(&pass)?;
         run.target_time += target_started.elapsed();
         leases.into_iter().try_for_each(|(lease, _)| lease.commit(1))?;
-        for (request, token) in active.iter_mut().zip(answer.logits.chunks(vocab).map(argmax)) {
-            request.last = token;
-            run.outputs[request.index].push(token);
+        for (request, logits) in active.iter_mut().zip(answer.logits.chunks(vocab)) {
+            request.last = choose(logits, &prompts[request.index], &run.outputs[request.index])?;
+            run.outputs[request.index].push(request.last);
         }
         active.retain(|r| r.last != END_OF_TURN && run.outputs[r.index].len() < max_new);
         run.step_time += step_started.elapsed();
@@ -113,6 +128,7 @@ pub fn speculative(
     batch: usize,
     max_new: usize,
     budget: DraftBudget,
+    sampling: &SamplingParams,
 ) -> Result<Run> {
     let started = Instant::now();
     let mut run = Run { outputs: vec![Vec::new(); prompts.len()], ..Run::default() };
@@ -124,7 +140,7 @@ pub fn speculative(
             let stop_tokens = vec![END_OF_TURN];
             speculator.admit(
                 id,
-                RequestOptions { stop_tokens, max_new_tokens: max_new, budget, sampling: Default::default() },
+                RequestOptions { stop_tokens, max_new_tokens: max_new, budget, sampling: sampling.clone() },
             )?;
             let mut table = target.new_table();
             let mut first = None;

@@ -59,6 +59,24 @@ impl Cpu {
         Ok(Self { team: Arc::new(Team::new(num_threads)?), isa: simd::Isa::detect() })
     }
 
+    /// [`Sampler::choose`] from one row of logits, `[vocab]`, fast: the same key, bit for bit. For an engine's own
+    /// plain decoding; a [`Speculator`](crate::Speculator) uses it too.
+    ///
+    /// # Errors
+    /// As [`Sampler::choose`].
+    pub fn sample(
+        &self,
+        sampler: &Sampler,
+        logits: &[f32],
+        context: SamplingContext<'_>,
+    ) -> Result<ChoiceKey> {
+        if sampler.is_plain() && context.allowed.is_none() {
+            ops::choose(logits)
+        } else {
+            sample::choose(sampler, logits, context)
+        }
+    }
+
     /// Number of threads.
     pub fn num_threads(&self) -> usize {
         self.team.num_threads()
@@ -193,11 +211,6 @@ impl Backend for Cpu {
         sampler: &Sampler,
         context: SamplingContext<'_>,
     ) -> Result<ChoiceKey> {
-        let row = &logits[row * vocab..][..vocab];
-        if sampler.is_plain() && context.allowed.is_none() {
-            ops::choose(row)
-        } else {
-            sample::choose(sampler, row, context)
-        }
+        self.sample(sampler, &logits[row * vocab..][..vocab], context)
     }
 }
