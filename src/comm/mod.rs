@@ -16,21 +16,21 @@
 //! let cpu = Cpu::new()?;
 //! let rendezvous = Rendezvous::new(WorldSize::Two, Duration::from_secs(10));
 //! let norm = RmsNorm::new(64, 1e-5)?;
+//! let life = |rank: Rank| -> eagle_verify::Result<()> {
+//!     let mut group = Group::join(&cpu, &rendezvous, rank, GroupConfig::new(64, 8))?;
+//!     let partial = vec![bf16::from_f32(rank.index() as f32); 3 * 64]; // three rows
+//!     let (mut residual, weight) = (vec![bf16::ONE; 3 * 64], [bf16::ONE; 64]);
+//!     let mut output = vec![bf16::ZERO; 3 * 64];
+//!     let outputs = NormOutputs { output: Some(&mut output[..]), quantized: None };
+//!     group.reduce_add_norm(&norm, &partial[..], &mut residual[..], &weight[..], outputs)?;
+//!     assert_eq!(residual[0].to_f32(), 2.0); // 1 + (0 + 1)
+//!     Ok(())
+//! };
+//! let life = &life;
 //! std::thread::scope(|scope| {
-//!     for rank in WorldSize::Two.ranks() {
-//!         let (cpu, rendezvous) = (&cpu, &rendezvous);
-//!         scope.spawn(move || -> eagle_verify::Result<()> {
-//!             let mut group = Group::join(cpu, rendezvous, rank, GroupConfig::new(64, 8))?;
-//!             let partial = vec![bf16::from_f32(rank.index() as f32); 3 * 64]; // three rows
-//!             let (mut residual, weight) = (vec![bf16::ONE; 3 * 64], [bf16::ONE; 64]);
-//!             let mut output = vec![bf16::ZERO; 3 * 64];
-//!             let outputs = NormOutputs { output: Some(&mut output[..]), quantized: None };
-//!             group.reduce_add_norm(&norm, &partial[..], &mut residual[..], &weight[..], outputs)?;
-//!             assert_eq!(residual[0].to_f32(), 2.0); // 1 + (0 + 1)
-//!             Ok(())
-//!         });
-//!     }
-//! });
+//!     let ranks: Vec<_> = WorldSize::Two.ranks().map(|rank| scope.spawn(move || life(rank))).collect();
+//!     ranks.into_iter().try_for_each(|rank| rank.join().expect("no rank panics"))
+//! })?;
 //! # Ok::<(), eagle_verify::Error>(())
 //! ```
 
