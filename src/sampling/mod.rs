@@ -30,8 +30,7 @@ pub struct ChoiceKey(pub u64);
 impl ChoiceKey {
     /// Packs a score that is not NaN. `-0.0` counts as `0.0`, as it does for `==`.
     pub fn new(score: f32, token: TokenId) -> Self {
-        let bits = (score + 0.0).to_bits(); // -0.0 + 0.0 is 0.0
-        let ordered = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
+        let ordered = ordered_bits(score + 0.0); // -0.0 + 0.0 is 0.0
         Self(u64::from(ordered) << 32 | u64::from(!token.0))
     }
 
@@ -42,9 +41,19 @@ impl ChoiceKey {
 
     /// The chosen token's score.
     pub fn score(self) -> f32 {
-        let ordered = (self.0 >> 32) as u32;
-        f32::from_bits(if ordered >> 31 == 1 { ordered & !(1 << 31) } else { !ordered })
+        from_ordered_bits((self.0 >> 32) as u32)
     }
+}
+
+/// Bits that compare as their numbers do.
+#[inline(always)]
+pub(crate) fn ordered_bits(number: f32) -> u32 {
+    let bits = number.to_bits();
+    if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
+}
+
+pub(crate) fn from_ordered_bits(ordered: u32) -> f32 {
+    f32::from_bits(if ordered >> 31 == 1 { ordered & !(1 << 31) } else { !ordered })
 }
 
 /// Chooses the target's token from one row of logits, `[vocab]`: the largest, at ties the lowest id.

@@ -17,25 +17,32 @@ enum Purpose {
 /// Uniform values below this have 32 more bits.
 const REFINED_BELOW: u32 = 1 << 12;
 
-/// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+/// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of `N` counters side by side,
+/// each word of theirs in a row of its own.
+#[inline(always)]
+fn philox<const N: usize>(mut counter: [[u32; N]; 4], mut key: [u32; 2]) -> [[u32; N]; 4] {
     for _ in 0..10 {
-        let [a, b] = [(0xD251_1F53, counter[0]), (0xCD9E_8D57, counter[2])]
-            .map(|(factor, word)| u64::from(word) * factor);
-        counter = [
-            (b >> 32) as u32 ^ counter[1] ^ key[0],
-            b as u32,
-            (a >> 32) as u32 ^ counter[3] ^ key[1],
-            a as u32,
-        ];
+        let before = counter;
+        for i in 0..N {
+            let a = u64::from(before[0][i]) * 0xD251_1F53;
+            let b = u64::from(before[2][i]) * 0xCD9E_8D57;
+            counter[0][i] = (b >> 32) as u32 ^ before[1][i] ^ key[0];
+            counter[1][i] = b as u32;
+            counter[2][i] = (a >> 32) as u32 ^ before[3][i] ^ key[1];
+            counter[3][i] = a as u32;
+        }
         key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
     }
     counter
 }
 
+fn words(seed: u64) -> [u32; 2] {
+    [seed as u32, (seed >> 32) as u32]
+}
+
 fn uniform_bits(seed: u64, position: u32, token: u32, purpose: Purpose) -> u32 {
-    let counter = [position, token / 4, purpose as u32, 0];
-    philox(counter, [seed as u32, (seed >> 32) as u32])[(token % 4) as usize]
+    let counter = [[position], [token / 4], [purpose as u32], [0]];
+    philox(counter, words(seed))[(token % 4) as usize][0]
 }
 
 /// Tokens of a block of noise bits.
@@ -49,19 +56,7 @@ pub(crate) fn uniform_block(seed: u64, position: u32, first: u32) -> [u32; BLOCK
     for (i, word) in counter[1].iter_mut().enumerate() {
         *word = (first / 4).wrapping_add(i as u32);
     }
-    let mut key = [seed as u32, (seed >> 32) as u32];
-    for _ in 0..10 {
-        let before = counter;
-        for i in 0..N {
-            let a = u64::from(before[0][i]) * 0xD251_1F53;
-            let b = u64::from(before[2][i]) * 0xCD9E_8D57;
-            counter[0][i] = (b >> 32) as u32 ^ before[1][i] ^ key[0];
-            counter[1][i] = b as u32;
-            counter[2][i] = (a >> 32) as u32 ^ before[3][i] ^ key[1];
-            counter[3][i] = a as u32;
-        }
-        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
-    }
+    let counter = philox(counter, words(seed));
     let mut bits = [0; BLOCK];
     for i in 0..N {
         for lane in 0..4 {
@@ -116,6 +111,7 @@ mod tests {
     /// Known answers of the Random123 distribution.
     #[test]
     fn philox_is_philox() {
+        let philox = |counter: [u32; 4], key| philox(counter.map(|word| [word]), key).map(|[word]| word);
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_E8D5, 0xE169_C58D, 0xBC57_AC4C, 0x9B00_DBD8]);
         assert_eq!(philox([!0; 4], [!0; 2]), [0x408F_276D, 0x41C8_3B0E, 0xA20B_C7C6, 0x6D54_51FD]);
         let counter = [0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344];

@@ -165,16 +165,16 @@ impl Sampler {
         let vocab = logits.len();
         let in_vocabulary = |token: TokenId| (token.0 as usize) < vocab;
         if has_penalty {
-            let text = prompt.iter().chain(output).chain(path);
-            let mut seen: Vec<u32> =
-                text.filter(|token| in_vocabulary(**token)).map(|token| token.0).collect();
-            seen.sort_unstable();
-            seen.dedup();
-            for token in seen {
-                let logit = &mut logits[token as usize];
+            // Each token of the text, and whether it is of the output.
+            let of_output = output.iter().chain(path).map(|token| (token.0, true));
+            let text = prompt.iter().map(|token| (token.0, false)).chain(of_output);
+            let mut text: Vec<(u32, bool)> = text.filter(|(id, _)| in_vocabulary(TokenId(*id))).collect();
+            text.sort_unstable();
+            for same in text.chunk_by(|a, b| a.0 == b.0) {
+                let logit = &mut logits[same[0].0 as usize];
                 let penalty = params.repetition_penalty;
                 *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
-                let count = output.iter().chain(path).filter(|other| other.0 == token).count();
+                let count = same.iter().filter(|(_, is_output)| *is_output).count();
                 *logit -= params.frequency_penalty * count as f32;
                 *logit -= if count > 0 { params.presence_penalty } else { 0.0 };
             }

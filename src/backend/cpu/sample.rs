@@ -11,8 +11,8 @@ use multiversion::multiversion;
 use super::ops;
 use crate::error::Result;
 use crate::sampling::{
-    BLOCK, ChoiceKey, LARGEST_WEIGHT, Sampler, SamplingContext, gumbel, noise_bound, reject_masked, scaled,
-    share, uniform_block, weight,
+    BLOCK, ChoiceKey, LARGEST_WEIGHT, Sampler, SamplingContext, from_ordered_bits, gumbel, noise_bound,
+    ordered_bits, reject_masked, scaled, share, uniform_block, weight,
 };
 use crate::tree::TokenId;
 
@@ -103,15 +103,11 @@ fn weigh(z: &[f32], largest: f32, threshold: f32, least: u64, weights: &mut [u64
 /// The largest `z` such that tokens with at least this `z` weigh `wanted`, which is at least 1 and at most what
 /// all weigh.
 fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64) -> f32 {
-    let ordered = |z: f32| {
-        let bits = z.to_bits();
-        if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
-    };
     let mut prefix = 0;
     for (shift, width) in [(21, 11), (10, 11), (0, 10)] {
         let mut sums = [0u64; 1 << 11];
         for (i, z) in z.iter().enumerate() {
-            let key = u64::from(ordered(*z)) >> shift;
+            let key = u64::from(ordered_bits(*z)) >> shift;
             if key >> width == prefix {
                 sums[(key & ((1 << width) - 1)) as usize] += weight(i);
             }
@@ -123,8 +119,7 @@ fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64) -> f32 {
         }
         prefix = prefix << width | digit as u64;
     }
-    let ordered = prefix as u32;
-    f32::from_bits(if ordered >> 31 == 1 { ordered & !(1 << 31) } else { !ordered })
+    from_ordered_bits(prefix as u32)
 }
 
 /// The largest of `z + noise` among tokens with `z >= threshold`.
