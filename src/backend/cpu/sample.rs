@@ -20,6 +20,7 @@ use crate::tree::TokenId;
 struct Scratch {
     z: Vec<f32>,
     weights: Vec<u64>,
+    rest: Vec<(u32, u64)>,
     counts: TokenCounts,
 }
 
@@ -47,7 +48,7 @@ impl Scratch {
         let largest = scale(&mut self.z, params.temperature);
         let mut threshold = f32::NEG_INFINITY;
         if params.top_k > 0 && params.top_k < self.z.len() {
-            threshold = reach(&self.z, params.top_k as u64, |_| 1);
+            threshold = reach(&self.z, params.top_k as u64, |_| 1, &mut self.rest);
         }
         if params.min_p > 0.0 || params.top_p < 1.0 {
             let least = share(LARGEST_WEIGHT, params.min_p) as u64; // at most 2^40
@@ -56,7 +57,7 @@ impl Scratch {
             threshold = smallest;
             if params.top_p < 1.0 {
                 let wanted = share(total, params.top_p) as u64; // at most the total
-                threshold = reach(&self.z, wanted, |i| self.weights[i]);
+                threshold = reach(&self.z, wanted, |i| self.weights[i], &mut self.rest);
             }
         }
         reject_masked(draw(&self.z, threshold, params.seed, context.position))
@@ -102,25 +103,33 @@ fn weigh(z: &[f32], largest: f32, threshold: f32, least: u64, weights: &mut [u64
 }
 
 /// The largest `z` such that tokens with at least this `z` weigh `wanted`, which is at least 1 and at most what
-/// all weigh.
-fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64) -> f32 {
-    let mut prefix = 0;
-    for (shift, width) in [(21, 11), (10, 11), (0, 10)] {
-        let mut sums = [0u64; 1 << 11];
-        for (i, z) in z.iter().enumerate() {
-            let key = u64::from(ordered_bits(*z)) >> shift;
-            if key >> width == prefix {
-                sums[(key & ((1 << width) - 1)) as usize] += weight(i);
-            }
-        }
-        let mut digit = (1 << width) - 1;
+/// all weigh: digit by digit of its ordered bits. `rest` is memory for the tokens that share the digits found.
+fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64, rest: &mut Vec<(u32, u64)>) -> f32 {
+    let mut pick = |sums: &[u64]| {
+        let mut digit = sums.len() - 1;
         while digit > 0 && sums[digit] < wanted {
             wanted -= sums[digit];
             digit -= 1;
         }
-        prefix = prefix << width | digit as u64;
+        digit as u32
+    };
+    let mut sums = [0u64; 1 << 11];
+    for (i, z) in z.iter().enumerate() {
+        sums[(ordered_bits(*z) >> 21) as usize] += weight(i);
     }
-    from_ordered_bits(prefix as u32)
+    let mut prefix = pick(&sums);
+    rest.clear();
+    let bits = z.iter().map(|z| ordered_bits(*z)).enumerate();
+    rest.extend(bits.filter(|(_, bits)| bits >> 21 == prefix).map(|(i, bits)| (bits, weight(i))));
+    for (shift, width) in [(10, 11), (0, 10)] {
+        let sums = &mut sums[..1 << width];
+        sums.fill(0);
+        for (bits, weight) in rest.iter().filter(|(bits, _)| bits >> shift >> width == prefix) {
+            sums[(bits >> shift & ((1 << width) - 1)) as usize] += weight;
+        }
+        prefix = prefix << width | pick(sums);
+    }
+    from_ordered_bits(prefix)
 }
 
 /// The largest of `z + noise` among tokens with `z >= threshold`.
@@ -129,6 +138,9 @@ fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
     let mut best = ChoiceKey::default();
     let mut best_score = f32::NEG_INFINITY;
     for (block, z) in z.chunks(BLOCK).enumerate() {
+        if z.iter().fold(true, |none, z| none & (*z < threshold)) {
+            continue; // all filtered
+        }
         let first = (block * BLOCK) as u32;
         let bits = uniform_block(seed, position, first);
         let mut may_win = [false; BLOCK];
