@@ -2,6 +2,7 @@
 //! order and without contraction, and integers, so that kernels get the same bits. No library function is called.
 
 /// The natural logarithm of a positive normal number, to about 1e-16 of its value.
+#[inline(always)]
 pub(super) fn ln(x: f64) -> f64 {
     // x = 2^exponent * m with m in [sqrt(1/2), sqrt(2)).
     let bits = x.to_bits();

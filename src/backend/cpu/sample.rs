@@ -9,10 +9,12 @@ use std::cell::RefCell;
 use multiversion::multiversion;
 
 use super::ops;
+use crate::draft::Coupling;
 use crate::error::Result;
 use crate::sampling::{
-    BLOCK, ChoiceKey, Columns, LARGEST_WEIGHT, Sampler, SamplingContext, TokenCounts, from_ordered_bits,
-    gumbel, noise_bound, ordered_bits, reject_masked, scaled, share, uniform_block, weight,
+    BLOCK, ChoiceKey, Columns, LARGEST_WEIGHT, Sampler, SamplingContext, SamplingParams, TokenCounts,
+    from_ordered_bits, gumbel, noise_bound, ordered_bits, reject_masked, scaled, share, uniform_block,
+    weight,
 };
 use crate::tree::TokenId;
 
@@ -26,8 +28,12 @@ struct Scratch {
 
 /// The same key, or error, as `sampler.choose(logits, context)`.
 pub(super) fn choose(sampler: &Sampler, logits: &[f32], context: SamplingContext<'_>) -> Result<ChoiceKey> {
+    with_scratch(|scratch| scratch.choose(sampler, logits, context))
+}
+
+fn with_scratch<R>(action: impl FnOnce(&mut Scratch) -> R) -> R {
     thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
-    SCRATCH.with_borrow_mut(|scratch| scratch.choose(sampler, logits, context))
+    SCRATCH.with_borrow_mut(action)
 }
 
 impl Scratch {
@@ -45,6 +51,12 @@ impl Scratch {
         if params.temperature == 0.0 {
             return ops::choose(&self.z);
         }
+        let threshold = self.threshold(params);
+        reject_masked(draw(&self.z, threshold, params.seed, context.position))
+    }
+
+    /// Divides `z` by the temperature, which is above 0, and returns the smallest that the filters keep.
+    fn threshold(&mut self, params: &SamplingParams) -> f32 {
         let largest = scale(&mut self.z, params.temperature);
         let mut threshold = f32::NEG_INFINITY;
         if params.top_k > 0 && params.top_k < self.z.len() {
@@ -60,7 +72,48 @@ impl Scratch {
                 threshold = reach(&self.z, wanted, |i| self.weights[i], &mut self.rest);
             }
         }
-        reject_masked(draw(&self.z, threshold, params.seed, context.position))
+        threshold
+    }
+}
+
+/// Makes a draft model's logits, of the tokens `columns`, those that it ranks by and is confident of; negative
+/// infinity for tokens that the target cannot take. `noise` is the target's at the context's position, of the same
+/// tokens. See [`Coupling`].
+///
+/// # Errors
+/// *Fault* when the row holds a NaN.
+pub(super) fn couple(
+    sampler: &Sampler,
+    coupling: Coupling,
+    logits: &mut [f32],
+    columns: &[TokenId],
+    noise: &[f32],
+    context: SamplingContext<'_>,
+) -> Result<()> {
+    with_scratch(|scratch| {
+        ops::reject_nan(logits)?;
+        let params = sampler.params();
+        sampler.adjust(logits, Columns::Of(columns), context, &mut scratch.counts)?;
+        if params.temperature == 0.0 {
+            if coupling.confidence_temperature != 1.0 {
+                logits.iter_mut().for_each(|logit| *logit /= coupling.confidence_temperature);
+            }
+            return Ok(());
+        }
+        scratch.z.clear();
+        scratch.z.extend_from_slice(logits);
+        let threshold = scratch.threshold(params);
+        let factor = params.temperature / coupling.confidence_temperature;
+        add_noise(&scratch.z, threshold, noise, coupling.noise_scale, factor, logits);
+        Ok(())
+    })
+}
+
+/// `sums = factor * (z + scale * noise)` where `z >= threshold`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn add_noise(z: &[f32], threshold: f32, noise: &[f32], scale: f32, factor: f32, sums: &mut [f32]) {
+    for ((z, noise), sum) in z.iter().zip(noise).zip(sums) {
+        *sum = if *z >= threshold { factor * (z + scale * noise) } else { f32::NEG_INFINITY };
     }
 }
 
@@ -166,7 +219,6 @@ fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sampling::SamplingParams;
     use proptest::prelude::*;
 
     fn logit() -> impl Strategy<Value = f32> {
