@@ -16,15 +16,16 @@
 //!
 //! [`Speculator`] is that loop, over a [`Backend`]; so far there is [`backend::cpu::Cpu`]. Start with its
 //! documentation and the example `embed`. For a target that is split over several devices, [`comm`] has the
-//! all-reduce that ends each half of a layer, fused with what follows it; on GPUs too (`backend::cuda`). The pieces can be used alone: [`DraftTree`] with its masks in four
-//! layouts, [`VerifyBatch`], the walk ([`Verdict::walk`]), page and row accounting ([`PagePool`], [`Lease`],
-//! [`CommitPlan`]), and the CPU operations in [`backend::cpu`].
+//! all-reduce that ends each half of a layer, fused with what follows it; on GPUs too (`backend::cuda`). The pieces
+//! can be used alone: [`DraftTree`] with its masks in four layouts, [`VerifyBatch`], the walk ([`Verdict::walk`]),
+//! the sampler ([`sampling::Sampler`]), page and row accounting ([`PagePool`], [`Lease`], [`CommitPlan`]), and the
+//! CPU operations in [`backend::cpu`].
 //!
 //! # What is guaranteed
 //!
-//! * **The text is that of plain decoding**, for every tree, batch and history, given equal logits: at every
-//!   node the target's token is chosen by the ordinary rule, and a draft only decides whether that happened
-//!   in the same pass. The CPU operations make the logits equal too: a row's bits don't depend on the rows
+//! * **The text is that of plain decoding**, at every temperature, for every tree, batch and history, given equal
+//!   logits: at every node the target's token is chosen by the ordinary rule ([`sampling`]), and a draft only
+//!   decides whether that happened in the same pass. The CPU operations make the logits equal too: a row's bits don't depend on the rows
 //!   beside it.
 //! * **Bad input is an [`Error`]** that names what was wanted and seen, and changes nothing. Broken logits end
 //!   the request they belong to, no other.

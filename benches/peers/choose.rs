@@ -1,11 +1,12 @@
 //! From logits to a token on the CPU: the backend's `choose`, checked against its specification first, against a
-//! plain argmax (temperature 0) and against a sampler that sorts.
+//! plain argmax (temperature 0), a sampler that sorts, and candle's `LogitsProcessor`.
 
 use std::hint::black_box;
 use std::time::Instant;
 
+use candle_core::{Device, Tensor};
+use candle_transformers::generation::{LogitsProcessor, Sampling};
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use eagle_verify::Backend;
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
 use multiversion::multiversion;
@@ -55,16 +56,20 @@ fn by_sorting(row: &[f32], temperature: f32, top_p: f32, uniform: f32) -> u32 {
     sorted[place.unwrap_or(end - 1)].1
 }
 
-fn median(mut action: impl FnMut(u32)) -> f64 {
-    let mut times: Vec<f64> = (0..101)
-        .map(|i| {
+/// Medians of actions that take turns, so that a busy machine slows them alike; microseconds.
+fn medians<const N: usize>(mut actions: [&mut dyn FnMut(u32); N]) -> [f64; N] {
+    let mut times: [Vec<f64>; N] = std::array::from_fn(|_| Vec::new());
+    for i in 0..101 {
+        for (action, times) in actions.iter_mut().zip(&mut times) {
             let started = Instant::now();
             action(i);
-            started.elapsed().as_secs_f64() * 1e6
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+            times.push(started.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    })
 }
 
 fn choose(criterion: &mut Criterion) {
@@ -73,37 +78,56 @@ fn choose(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("choose");
     for vocab in [49_152, 128_256, 163_840] {
         let row = logits(vocab);
+        let tensor = Tensor::from_slice(&row, vocab, &Device::Cpu).expect("a tensor");
         let run = |sampler: &Sampler, position| {
-            cpu.choose(&row, vocab, 0, sampler, context(position)).expect("a token").token()
+            cpu.sample(sampler, &row, context(position)).expect("a token").token().0
         };
-        for (name, temperature, top_p) in
-            [("T 0", 0.0, 1.0), ("T 0.8", 0.8, 1.0), ("T 0.8, top-p 0.95", 0.8, 0.95)]
-        {
+        for (temperature, top_p) in [(0.0, 1.0), (0.8, 1.0), (0.8, 0.95)] {
+            let name = match (temperature, top_p) {
+                (0.0, _) => "T 0",
+                (_, 1.0) => "T 0.8",
+                _ => "T 0.8, top-p 0.95",
+            };
             let params = SamplingParams { temperature, top_p, seed: 5, ..SamplingParams::default() };
             let sampler = Sampler::new(params).expect("in range");
             for position in 0..5 {
-                let want = sampler.choose(&row, context(position)).expect("a token").token();
+                let want = sampler.choose(&row, context(position)).expect("a token").token().0;
                 assert_eq!(run(&sampler, position), want, "{vocab} {name}");
             }
             group.bench_function(BenchmarkId::new(name, vocab), |bencher| bencher.iter(|| run(&sampler, 1)));
-            let ours = median(|i| {
-                black_box(run(&sampler, i));
-            });
-            let baseline = median(|i| {
-                black_box(match temperature {
-                    0.0 => argmax(black_box(&row)) as u32,
-                    _ => by_sorting(&row, temperature, top_p, i as f32 / 101.0),
-                });
-            });
+            let sampling = match (f64::from(temperature), f64::from(top_p)) {
+                (0.0, _) => Sampling::ArgMax,
+                (temperature, 1.0) => Sampling::All { temperature },
+                (temperature, p) => Sampling::TopP { p, temperature },
+            };
+            let mut candle = LogitsProcessor::from_sampling(5, sampling);
+            if temperature == 0.0 {
+                assert_eq!(candle.sample(&tensor).expect("a token"), run(&sampler, 0));
+                assert_eq!(argmax(&row) as u32, run(&sampler, 0));
+            }
+            let [ours, plain, candle] = medians([
+                &mut |i| {
+                    black_box(run(&sampler, i));
+                },
+                &mut |i| {
+                    black_box(match temperature {
+                        0.0 => argmax(black_box(&row)) as u32,
+                        _ => by_sorting(&row, temperature, top_p, i as f32 / 101.0),
+                    });
+                },
+                &mut |_| {
+                    black_box(candle.sample(&tensor).expect("a token"));
+                },
+            ]);
             let what = if temperature == 0.0 { "argmax" } else { "sorting" };
+            let ratio = plain.min(candle) / ours;
             table.push(format!(
-                "| {vocab} | {name} | {ours:.0} | {what} {baseline:.0} | {:.2}x |",
-                baseline / ours
+                "| {vocab} | {name} | {ours:.0} | {what} {plain:.0} | {candle:.0} | {ratio:.2}x |"
             ));
         }
     }
     println!(
-        "| vocabulary | sampling | us | baseline, us | ratio |\n|---|---|---|---|---|\n{}",
+        "| vocabulary | sampling | us | baseline, us | candle, us | ratio to the better |\n|---|---|---|---|---|---|\n{}",
         table.join("\n")
     );
 }
