@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::mem::offset_of;
 
+use bytemuck::{Pod, Zeroable};
 use cudarc::driver::result;
 
 use super::context::{Cuda, Kernel};
@@ -72,6 +73,74 @@ const _: () = {
     assert!(offset_of!(AllReduceNorm, static_scale) == 188);
     assert!(offset_of!(AllReduceNorm, tag) == 192);
     assert!(size_of::<AllReduceNorm>() == 200);
+};
+
+/// `EvChooseRow`. What is 0, 1 for `top_p`, is not done.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+pub(super) struct ChooseRow {
+    pub(super) seed: u64,
+    pub(super) position: u32,
+    pub(super) temperature: f32,
+    pub(super) threshold: f32,
+    pub(super) top_k: u32,
+    pub(super) top_p: f32,
+    pub(super) min_p: f32,
+    pub(super) repetition_penalty: f32,
+    pub(super) presence_penalty: f32,
+    pub(super) frequency_penalty: f32,
+    pub(super) text: u32,
+    pub(super) num_text: u32,
+    pub(super) path: u32,
+    pub(super) num_path: u32,
+    pub(super) bias: u32,
+    pub(super) num_biases: u32,
+    pub(super) mask: u32,
+    pub(super) workspace: u32,
+    pub(super) reserved: u32,
+}
+
+/// `EvChoose`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Choose {
+    pub(super) logits: u64,
+    pub(super) rows: u64,
+    pub(super) keys: u64,
+    pub(super) thresholds: u64,
+    pub(super) z: u64,
+    pub(super) first_token: u32,
+    pub(super) columns: u32,
+}
+
+const _: () = {
+    assert!(offset_of!(ChooseRow, seed) == 0);
+    assert!(offset_of!(ChooseRow, position) == 8);
+    assert!(offset_of!(ChooseRow, temperature) == 12);
+    assert!(offset_of!(ChooseRow, threshold) == 16);
+    assert!(offset_of!(ChooseRow, top_k) == 20);
+    assert!(offset_of!(ChooseRow, top_p) == 24);
+    assert!(offset_of!(ChooseRow, min_p) == 28);
+    assert!(offset_of!(ChooseRow, repetition_penalty) == 32);
+    assert!(offset_of!(ChooseRow, presence_penalty) == 36);
+    assert!(offset_of!(ChooseRow, frequency_penalty) == 40);
+    assert!(offset_of!(ChooseRow, text) == 44);
+    assert!(offset_of!(ChooseRow, num_text) == 48);
+    assert!(offset_of!(ChooseRow, path) == 52);
+    assert!(offset_of!(ChooseRow, num_path) == 56);
+    assert!(offset_of!(ChooseRow, bias) == 60);
+    assert!(offset_of!(ChooseRow, num_biases) == 64);
+    assert!(offset_of!(ChooseRow, mask) == 68);
+    assert!(offset_of!(ChooseRow, workspace) == 72);
+    assert!(size_of::<ChooseRow>() == 80);
+    assert!(offset_of!(Choose, logits) == 0);
+    assert!(offset_of!(Choose, rows) == 8);
+    assert!(offset_of!(Choose, keys) == 16);
+    assert!(offset_of!(Choose, thresholds) == 24);
+    assert!(offset_of!(Choose, z) == 32);
+    assert!(offset_of!(Choose, first_token) == 40);
+    assert!(offset_of!(Choose, columns) == 44);
+    assert!(size_of::<Choose>() == 48);
 };
 
 /// The instances of `all_reduce_norm.cu` that a group may launch.
