@@ -1,5 +1,5 @@
-//! Logarithm and exponential for sampling: IEEE additions, multiplications, divisions and conversions in f64, in a
-//! fixed order and without contraction, so that kernels get the same bits. No library function is called.
+//! Logarithm and exponential for sampling: IEEE additions, multiplications, divisions and conversions in a fixed
+//! order and without contraction, and integers, so that kernels get the same bits. No library function is called.
 
 /// The natural logarithm of a positive normal number, to about 1e-16 of its value.
 pub(super) fn ln(x: f64) -> f64 {
@@ -19,40 +19,40 @@ pub(super) fn ln(x: f64) -> f64 {
     exponent * std::f64::consts::LN_2 + 2.0 * artanh
 }
 
-/// `exp(x)` for `x <= 0` in units of 2^-40, rounded to nearest. As an integer, so that sums have no order.
+/// The weight of the likeliest token.
+pub(crate) const LARGEST_WEIGHT: u64 = 1 << 40;
+
+/// `exp(z - largest)` in units of 2^-40, rounded down, to about 2^-25 of its value; `z <= largest`. Never smaller
+/// for a larger `z`. As an integer, so that sums have no order.
 ///
-/// Without branches and conversions, so that loops over it vectorise.
+/// One subtraction in f32 and a few products of integers: GPUs made for inference have next to no f64, and this
+/// is worked out for a whole vocabulary. The difference is rounded no more than `z` itself was.
 #[inline(always)]
-pub(super) fn exp_fixed(x: f64) -> u64 {
-    // Adding 1.5 * 2^52 rounds to an integer, and leaves it in the lowest bits.
-    const ROUND: f64 = 6_755_399_441_055_744.0;
-    // 1 / n! for n = 13 to 0.
-    const COEFFICIENTS: [f64; 14] = {
-        let mut coefficients = [1.0; 14];
-        let (mut n, mut factorial) = (1, 1.0);
-        while n < 14 {
-            factorial *= n as f64;
-            coefficients[13 - n] = 1.0 / factorial;
+pub(crate) fn weight(z: f32, largest: f32) -> u64 {
+    const LOG2_E: u64 = 3_098_164_009; // of 2^-31, rounded
+    // (ln 2)^n / n! of 2^-32 for n = 10 to 1: 2^-f = 1 - c1 f + c2 f^2 - ...
+    const COEFFICIENTS: [u32; 10] = {
+        let mut coefficients = [0; 10];
+        let (mut n, mut term) = (1, 4_294_967_296.0);
+        while n <= 10 {
+            term *= std::f64::consts::LN_2 / n as f64;
+            coefficients[10 - n] = term as u32;
             n += 1;
         }
         coefficients
     };
-    // Under 2^-41 all is 0.
-    let x = if x > -40.0 { x } else { -40.0 };
-    // x = k ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts: the product with the first is exact.
-    let shifted = x * std::f64::consts::LOG2_E + ROUND;
-    let k = shifted - ROUND;
-    let r = (x - k * 0.693_147_180_369_123_8) - k * 1.908_214_929_270_587_7e-10;
-    let mut series = 0.0;
+    let distance = largest - z;
+    // Beyond 28 all is 0. Neither this nor infinities (which leave a NaN) get through.
+    let distance = if distance < 31.0 { distance } else { 31.0 };
+    let exponent = u64::from((distance * 67_108_864.0) as i32 as u32) * LOG2_E >> 31; // of 2^-26
+    let fraction = exponent << 6 & 0xFFFF_FFFF; // of 2^-32
+    let mut series = 0;
     for coefficient in COEFFICIENTS {
-        series = series * r + coefficient;
+        series = u64::from(coefficient) - (series * fraction >> 32);
     }
-    // 2^(k + 40), by its bits.
-    let power = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(1023 + 40);
-    let value = series * f64::from_bits(power << 52);
-    // Adding 2^52 rounds to an integer once more.
-    const INTEGER: f64 = 4_503_599_627_370_496.0;
-    (value + INTEGER).to_bits() - INTEGER.to_bits()
+    let power = (1 << 32) - (series * fraction >> 32); // 2^-fraction of 2^-32
+    let weight = power << 8 >> (exponent >> 26);
+    if z == largest { LARGEST_WEIGHT } else { weight }
 }
 
 #[cfg(test)]
@@ -72,16 +72,41 @@ mod tests {
         assert_eq!(ln(1.0), 0.0);
     }
 
-    #[test]
-    fn exp_is_the_exponential() {
-        assert_eq!((exp_fixed(0.0), exp_fixed(-28.5), exp_fixed(f64::NEG_INFINITY)), (1 << 40, 0, 0));
-        let (mut x, mut before) = (0.0f64, u64::MAX);
-        while x > -28.0 {
-            let (seen, want) = (exp_fixed(x), x.exp() * (1u64 << 40) as f64);
-            assert!((seen as f64 - want).abs() <= 0.501, "{x}: {seen} {want}");
-            assert!(seen <= before, "monotone at {x}");
+    /// Weights at distances `range * 2^-26` from the largest: monotone, and the exponential. Returns how many.
+    fn check_weights(range: impl Iterator<Item = u32>) -> u64 {
+        let (mut before, mut num_checked) = (u64::MAX, 0);
+        for units in range {
+            let distance = units as f32 / (1 << 26) as f32;
+            let seen = weight(-distance, 0.0);
+            let want = (-f64::from(distance)).exp() * LARGEST_WEIGHT as f64;
+            assert!(
+                (seen as f64 - want).abs() <= 1.0 + want / f64::from(1 << 25),
+                "{distance}: {seen} {want}"
+            );
+            assert!(seen <= before, "monotone at {distance}");
             before = seen;
-            x -= 0.000_731;
+            num_checked += 1;
         }
+        num_checked
+    }
+
+    /// `EAGLE_VERIFY_ALL_NOISE=1` checks every distance, else stretches of neighbours.
+    #[test]
+    fn weights_are_the_exponential() {
+        assert_eq!(weight(3.5, 3.5), LARGEST_WEIGHT);
+        assert_eq!(weight(f32::INFINITY, f32::INFINITY), LARGEST_WEIGHT);
+        for far in [f32::NEG_INFINITY, f32::MIN, -28.0] {
+            assert_eq!(weight(far, 0.0), 0);
+        }
+        assert_eq!(weight(0.0, f32::INFINITY), 0);
+        if std::env::var_os("EAGLE_VERIFY_ALL_NOISE").is_some() {
+            assert_eq!(check_weights(0..=31 << 26), (31 << 26) + 1);
+            return;
+        }
+        let num_checked: u64 = (0..(31 << 26) - 64).step_by(400_009).map(|u| check_weights(u..u + 64)).sum();
+        // Around each power of two, where the series ends and starts again.
+        let powers = (0..41).map(|k| (f64::from(k) * std::f64::consts::LN_2 * f64::from(1 << 26)) as u32);
+        let around: u64 = powers.map(|units| check_weights(units.saturating_sub(1000)..units + 1000)).sum();
+        assert!(num_checked + around > 300_000);
     }
 }

@@ -11,9 +11,10 @@ mod sampler;
 use crate::error::{Error, Result};
 use crate::tree::TokenId;
 
+pub(crate) use math::{LARGEST_WEIGHT, weight};
 pub use noise::gumbel;
 pub(crate) use noise::{BLOCK, noise_bound, uniform_block};
-pub(crate) use sampler::{LARGEST_WEIGHT, scaled, share, weight};
+pub(crate) use sampler::{Columns, TokenCounts, scaled, share};
 pub use sampler::{Sampler, SamplingContext, SamplingParams};
 
 /// A score and its token in one ordered word: the larger key is the higher score, and at equal scores the

@@ -11,8 +11,8 @@ use multiversion::multiversion;
 use super::ops;
 use crate::error::Result;
 use crate::sampling::{
-    BLOCK, ChoiceKey, LARGEST_WEIGHT, Sampler, SamplingContext, from_ordered_bits, gumbel, noise_bound,
-    ordered_bits, reject_masked, scaled, share, uniform_block, weight,
+    BLOCK, ChoiceKey, Columns, LARGEST_WEIGHT, Sampler, SamplingContext, TokenCounts, from_ordered_bits,
+    gumbel, noise_bound, ordered_bits, reject_masked, scaled, share, uniform_block, weight,
 };
 use crate::tree::TokenId;
 
@@ -20,6 +20,7 @@ use crate::tree::TokenId;
 struct Scratch {
     z: Vec<f32>,
     weights: Vec<u64>,
+    counts: TokenCounts,
 }
 
 /// The same key, or error, as `sampler.choose(logits, context)`.
@@ -39,7 +40,7 @@ impl Scratch {
         let params = sampler.params();
         self.z.clear();
         self.z.extend_from_slice(logits);
-        sampler.adjust(&mut self.z, context)?;
+        sampler.adjust(&mut self.z, Columns::All, context, &mut self.counts)?;
         if params.temperature == 0.0 {
             return ops::choose(&self.z);
         }
