@@ -83,11 +83,11 @@ typedef struct EvChooseRow {
   float repetition_penalty;
   float presence_penalty;
   float frequency_penalty;
-  uint32_t text; /* of EvTokenCount, an even word: each token of prompt and output once */
+  uint32_t text; /* of EvTokenCount: each token of prompt and output once */
   uint32_t num_text;
-  uint32_t path; /* of EvTokenCount, an even word: each token of the path once, with its count in the output too */
+  uint32_t path; /* of EvTokenCount: each token of the path once, with its count in the output too */
   uint32_t num_path;
-  uint32_t bias; /* of EvTokenBias, an even word: each token once */
+  uint32_t bias; /* of EvTokenBias: each token once */
   uint32_t num_biases;
   uint32_t mask;      /* of bits from token first_token / 32 * 32 on; 0 allows all */
   uint32_t workspace; /* which row of EvChoose.z it has, if it needs one */

@@ -128,7 +128,7 @@ struct ChooseBlock {
   }
 
   /// From edited logits to what is chosen from: the mask, and the temperature unless it is 0.
-  EV_DEVICE Floats scaled(Floats v, uint32_t unit) const {
+  EV_DEVICE Floats finished(Floats v, uint32_t unit) const {
     const uint32_t at = row.mask + unit / 4 - a.first_token / 32;
     const uint32_t allowed = row.mask == 0 ? 0xFF : *words(at) >> (unit % 4 * 8);
 #pragma unroll
@@ -197,7 +197,7 @@ struct ChooseBlock {
       each_unit([&](uint32_t unit) {
         Floats v = is_final && has_edits() ? load_stored(unit) : logits(unit);
         if (is_final) {
-          v = scaled(v, unit);
+          v = finished(v, unit);
           take_nans(v, unit, kNanAdjusted);
 #pragma unroll
           for (int i = 0; i < 8; i++) largest = fmaxf(largest, v.v[i]);
@@ -340,10 +340,6 @@ struct ChooseBlock {
     return from_ordered_bits(prefix);
   }
 
-  EV_DEVICE void take(uint32_t token, float z) {
-    best = larger(best, choice_key(z + gumbel(row.seed, row.position, token), token));
-  }
-
   /// The largest z, or z + noise of those with z >= threshold. Noise is worked out only for tokens whose bound
   /// reaches a score that another is sure to have: in most blocks for a few.
   EV_DEVICE void take_best(float threshold, bool is_stored) {
@@ -360,7 +356,7 @@ struct ChooseBlock {
       const uint32_t unit = first + threadIdx.x % 32;
       Floats z;
       if (unit < end) {
-        z = is_stored ? load_stored(unit) : scaled(logits(unit), unit);
+        z = is_stored ? load_stored(unit) : finished(logits(unit), unit);
       } else {
 #pragma unroll
         for (int i = 0; i < 8; i++) z.v[i] = -kInfinity;

@@ -198,6 +198,29 @@ impl AllReduceKernels {
     }
 }
 
+/// Queues a call of `choose.cu`: so many blocks for each row, and rows.
+pub(super) fn choose(
+    cuda: &Cuda,
+    kernel: Kernel,
+    grid: (u32, u32),
+    threads: u32,
+    arguments: &mut Choose,
+) -> Result<()> {
+    cuda.bind()?;
+    let mut parameters = [std::ptr::from_mut(arguments).cast::<c_void>()];
+    // SAFETY:
+    // - layout: `Choose` is the kernel's only parameter and `ChooseRow` what its rows are (the offsets above).
+    // - bounds: `Chooser` compared the length of the logits with rows and columns, reserved what rows, results and
+    //   workspaces need, and its packer lists only tokens of the columns.
+    // - aliasing: all that is written is the `Chooser`'s own; logits are borrowed until its call has ended.
+    // - lifetime: the `Chooser` waits for the kernel before it returns; its memory for the stream before it goes.
+    let queued = unsafe {
+        let grid = (grid.0, grid.1, 1);
+        result::launch_kernel(kernel.function, grid, (threads, 1, 1), 0, cuda.stream(), &mut parameters)
+    };
+    cuda.check("cuLaunchKernel", queued)
+}
+
 fn symbol<T: Element>(algorithm: Algorithm, world: usize) -> String {
     let algorithm = match algorithm {
         Algorithm::OneShot => "one_shot",
