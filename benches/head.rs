@@ -38,8 +38,7 @@ fn speculator(cpu: &Cpu) -> Speculator<Cpu> {
 
 fn admit(speculator: &mut Speculator<Cpu>, id: u64, len: usize, budget: DraftBudget) {
     let prompt: Vec<TokenId> = (0..len as u32).map(|i| TokenId(1000 + 7 * i)).collect();
-    let options =
-        RequestOptions { stop_tokens: vec![], max_new_tokens: 1000, budget, sampling: Default::default() };
+    let options = RequestOptions { max_new_tokens: 1000, budget, ..Default::default() };
     speculator.admit(RequestId(id), options).expect("a free place");
     let features = numbers(len * FEATURE_WIDTH, id as u32);
     speculator.prefill(RequestId(id), &prompt, &features).expect("a prompt");

@@ -86,8 +86,7 @@ fn verify_cost(criterion: &mut Criterion) {
     let mut speculator =
         Speculator::new(cpu.clone(), &head, Some(target.embedding()), config).expect("a speculator");
     let budget = DraftBudget::new(8, 5, 16).expect("a budget");
-    let options =
-        RequestOptions { stop_tokens: vec![], max_new_tokens: 500, budget, sampling: Default::default() };
+    let options = RequestOptions { max_new_tokens: 500, budget, ..Default::default() };
     speculator.admit(RequestId(0), options).expect("a place");
     {
         let lease = table.lease(PREFIX).expect("free pages");

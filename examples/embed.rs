@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         stop_tokens: vec![TokenId(0)],
         max_new_tokens: 24,
         budget: DraftBudget::new(2, 4, 8)?, // trees of width 2, depth 4, at most 8 nodes
-        sampling: Default::default(),       // temperature 0
+        ..Default::default()                // temperature 0
     };
     speculator.admit(id, options)?;
     let (logits, features) = target(&prompt);

@@ -9,7 +9,9 @@ use anyhow::{Result, ensure};
 use clap::{Parser, ValueEnum};
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::sampling::SamplingParams;
-use eagle_verify::{DraftBudget, Eagle3Checkpoint, Speculator, SpeculatorConfig, TokenId};
+use eagle_verify::{
+    Coupling, DraftBudget, Eagle3Checkpoint, RequestOptions, Speculator, SpeculatorConfig, TokenId,
+};
 use indicatif::{ProgressBar, ProgressStyle};
 
 mod smollm2;
@@ -76,6 +78,9 @@ struct Options {
     /// The seed of the noise: with one seed all modes emit the same text
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// How much of the target's noise the drafter sees at a temperature above 0: 0 is the classical tree
+    #[arg(long, value_name = "0..1", default_value_t = 1.0)]
+    coupling: f32,
     /// Threads; without it, one for each core
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -160,15 +165,14 @@ fn run(options: &Options) -> Result<()> {
         for ((name, budget), run) in budgets.iter().zip(&mut runs) {
             progress.set_message(name.clone());
             let speculator = &mut speculator;
-            run.merge(serve::speculative(
-                &mut target,
-                speculator,
-                prompts,
-                batch,
-                max_new,
-                *budget,
-                &sampling,
-            )?);
+            let options = RequestOptions {
+                max_new_tokens: max_new,
+                budget: *budget,
+                sampling: sampling.clone(),
+                coupling: Coupling { noise_scale: options.coupling, ..Coupling::default() },
+                ..RequestOptions::default()
+            };
+            run.merge(serve::speculative(&mut target, speculator, prompts, batch, &options)?);
             progress.inc(prompts.len() as u64);
         }
     }

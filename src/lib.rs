@@ -59,7 +59,7 @@ mod tree;
 mod verify;
 
 pub use backend::Backend;
-pub use draft::{DraftBudget, DraftVocab, Eagle3Checkpoint, Eagle3Config, TargetShape};
+pub use draft::{Coupling, DraftBudget, DraftVocab, Eagle3Checkpoint, Eagle3Config, TargetShape};
 pub use element::Element;
 pub use error::{Error, ErrorKind, Result};
 pub use kv::{CommitPlan, Lease, PagePool, PageTable, RowMove};

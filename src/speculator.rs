@@ -4,14 +4,19 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, DraftLimits, DraftState};
-use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint};
+use crate::backend::{Backend, DraftLimits, DraftState, Text};
+use crate::draft::{CandidatePool, Coupling, DraftBudget, Eagle3Checkpoint};
 use crate::error::{Error, Result, expect_len};
 use crate::kv::PagePool;
-use crate::sampling::{Sampler, SamplingContext, SamplingParams};
+use crate::sampling::Sampler;
 use crate::stats::AcceptStats;
 use crate::tree::{DraftTree, NodeId, TokenId};
-use crate::verify::{FinishReason, Origin, OutputLimits, RequestId, Verdict, VerifyBatch};
+use crate::verify::{BatchEntry, FinishReason, Origin, OutputLimits, RequestId, Verdict, VerifyBatch};
+
+mod request;
+
+use request::Request;
+pub use request::{FirstToken, Output, RequestOptions};
 
 /// Pairs that a request which drafts nothing lets wait before the head is run on them together.
 const MAX_LAZY_PAIRS: usize = 32;
@@ -23,38 +28,6 @@ pub struct SpeculatorConfig {
     pub max_requests: usize,
     /// The target's context: prompt and output tokens of a request.
     pub max_len: usize,
-}
-
-/// How one request is served.
-#[derive(Clone, Debug)]
-pub struct RequestOptions {
-    /// Tokens that end the output; the one that does is emitted.
-    pub stop_tokens: Vec<TokenId>,
-    /// Output tokens at most.
-    pub max_new_tokens: usize,
-    /// Drafts in each step.
-    pub budget: DraftBudget,
-    /// How the target's tokens are sampled. Drafting does not know of it yet: at a temperature above 0 fewer
-    /// drafts are correct, the text is the same.
-    pub sampling: SamplingParams,
-}
-
-/// The first output token of a request.
-#[derive(Clone, Debug)]
-pub struct FirstToken {
-    /// It is committed, and the root of the first draft tree.
-    pub token: TokenId,
-    /// Set when it is also the last.
-    pub finished: Option<FinishReason>,
-}
-
-/// What remains of a request that was taken out.
-#[derive(Clone, Debug)]
-pub struct Output {
-    /// The output tokens, the stop token included.
-    pub tokens: Vec<TokenId>,
-    /// Its verify steps.
-    pub stats: AcceptStats,
 }
 
 /// Time spent in a speculator since it was made.
@@ -98,42 +71,10 @@ pub struct Speculator<B: Backend> {
     verdicts: Vec<Verdict>,
     /// The drafts on the way of a walk.
     path: Vec<TokenId>,
+    /// Tokens that the next one may be, a bit for each.
+    mask: Vec<u32>,
     stats: AcceptStats,
     times: StageTimes,
-}
-
-#[derive(Debug)]
-struct Request {
-    options: RequestOptions,
-    sampler: Sampler,
-    /// Prompt and output.
-    committed: Vec<TokenId>,
-    /// Set once the prompt is complete.
-    prompt_len: Option<usize>,
-    finished: bool,
-    /// The step that was under way when it was admitted.
-    admitted_step: u64,
-    /// The last step that proposed for it, while not accepted.
-    proposed_step: Option<u64>,
-    /// The last `propose` that named it, to find duplicates.
-    named_step: u64,
-    stats: AcceptStats,
-}
-
-impl Request {
-    /// Output tokens that may still come.
-    fn num_remaining(&self, max_len: usize) -> usize {
-        let num_emitted = self.committed.len() - self.prompt_len.unwrap_or(self.committed.len());
-        let by_request = self.options.max_new_tokens.saturating_sub(num_emitted);
-        by_request.min(max_len.saturating_sub(self.committed.len()))
-    }
-
-    /// Where the token after the drafts of `path` is drawn.
-    fn context<'a>(&'a self, path: &'a [TokenId]) -> SamplingContext<'a> {
-        let (prompt, output) = self.committed.split_at(self.prompt_len.unwrap_or(self.committed.len()));
-        let position = (self.committed.len() + path.len()) as u32; // below 2^22
-        SamplingContext { position, prompt, output, path, allowed: None }
-    }
 }
 
 impl<B: Backend> Speculator<B> {
@@ -168,6 +109,7 @@ impl<B: Backend> Speculator<B> {
             first_is_written: false,
             budget: DraftBudget::NONE,
             pool: CandidatePool::default(),
+            text: Text::default(),
         };
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
@@ -184,6 +126,7 @@ impl<B: Backend> Speculator<B> {
             active: Vec::with_capacity(max_requests),
             verdicts: Vec::new(),
             path: Vec::new(),
+            mask: vec![0; checkpoint.config().target.vocab.div_ceil(32)],
             stats: AcceptStats::default(),
             times: StageTimes::default(),
         })
@@ -192,8 +135,8 @@ impl<B: Backend> Speculator<B> {
     /// Takes in a request, whose prompt will follow.
     ///
     /// # Errors
-    /// *Misuse* when the id is in use, no output token is wanted, or a sampling parameter is out of its range;
-    /// *fault* when all places are taken.
+    /// *Misuse* when the id is in use, no output token is wanted, or a parameter of sampling or coupling is out of
+    /// its range; *fault* when all places are taken.
     pub fn admit(&mut self, id: RequestId, options: RequestOptions) -> Result<()> {
         if self.slots.contains_key(&id) {
             return Err(Error::misuse("request", "an id that is not in use", id.0));
@@ -202,15 +145,16 @@ impl<B: Backend> Speculator<B> {
             return Err(Error::misuse("max_new_tokens", "at least 1", 0));
         }
         let sampler = Sampler::new(options.sampling.clone())?;
+        options.coupling.check()?;
         let free = self.requests.iter().position(Option::is_none);
         let slot = free.ok_or_else(|| {
             Error::fault("requests", format_args!("at most {}", self.config.max_requests), "one more")
         })?;
         self.slots.insert(id, slot);
+        self.states[slot].text = Text { sampler, coupling: options.coupling, ..Text::default() };
         self.requests[slot] = Some(Request {
+            id,
             options,
-            sampler,
-            committed: Vec::new(),
             prompt_len: None,
             finished: false,
             admitted_step: self.step,
@@ -241,7 +185,8 @@ impl<B: Backend> Speculator<B> {
         if tokens.is_empty() {
             return Err(Error::misuse("prompt chunk", "at least 1 token", 0));
         }
-        let len = request.committed.len() + tokens.len();
+        let state = &mut self.states[slot];
+        let len = state.text.committed.len() + tokens.len();
         if len >= max_len {
             return Err(Error::misuse("prompt length", format_args!("below the context, {max_len}"), len));
         }
@@ -249,15 +194,14 @@ impl<B: Backend> Speculator<B> {
             return Err(Error::misuse("prompt token", format_args!("below {vocab}"), bad.0));
         }
         expect_len("prompt features", tokens.len() * self.feature_width, B::view_len(features))?;
-        let state = &mut self.states[slot];
         state.table.reserve(state.next_tokens.len() + tokens.len())?;
         // The very first token has no feature before it.
-        let unpaired = usize::from(request.committed.is_empty());
+        let unpaired = usize::from(state.text.committed.is_empty());
         state.next_tokens.extend_from_slice(&tokens[unpaired..]);
         state.budget = DraftBudget::NONE;
-        request.committed.extend_from_slice(tokens);
+        state.text.committed.extend_from_slice(tokens);
         self.backend.keep_features(&mut self.draft, slot, features, 0..tokens.len());
-        self.backend.draft(&mut self.draft, &mut self.states, &[slot])?;
+        self.backend.draft(&mut self.draft, &mut self.states, &[slot], &mut |_, _, _| false)?;
         self.times.draft += started.elapsed();
         Ok(())
     }
@@ -265,32 +209,59 @@ impl<B: Backend> Speculator<B> {
     /// Ends the prompt and chooses the first output token from the logits of its last token, `[vocab]`.
     ///
     /// # Errors
-    /// *Misuse* when the request is unknown or has begun, the prompt is empty, or the logits have another
-    /// length; *fault* when they give no token.
+    /// *Misuse* when the request is unknown or has begun, the prompt is empty or shorter than the outputs said to
+    /// be in it, or the logits have another length; *fault* when they give no token.
     pub fn begin(&mut self, id: RequestId, logits: B::View<'_>) -> Result<FirstToken> {
+        self.begin_where(id, logits, None)
+    }
+
+    /// As [`begin`](Self::begin), with a bit for each token, `[vocab / 32, rounded up]`, lowest first: whether it
+    /// may be the first.
+    ///
+    /// # Errors
+    /// As there; *misuse* also when the mask has another length.
+    pub fn begin_masked(&mut self, id: RequestId, logits: B::View<'_>, mask: &[u32]) -> Result<FirstToken> {
+        self.begin_where(id, logits, Some(mask))
+    }
+
+    fn begin_where(
+        &mut self,
+        id: RequestId,
+        logits: B::View<'_>,
+        allowed: Option<&[u32]>,
+    ) -> Result<FirstToken> {
         let slot = self.slot(id)?;
         let request = Self::request(&mut self.requests, slot)?;
         if request.prompt_len.is_some() {
             return Err(Error::misuse("begin", "a request that has not begun", id.0));
         }
-        if request.committed.is_empty() {
+        let text = &mut self.states[slot].text;
+        let prompt_len = text.committed.len();
+        if prompt_len == 0 {
             return Err(Error::misuse("prompt", "at least 1 token", 0));
         }
+        let num_prior = request.options.num_prior_outputs;
+        text.output_start = prompt_len.checked_sub(num_prior).ok_or_else(|| {
+            Error::misuse("prior outputs", format!("at most the prompt's {prompt_len} tokens"), num_prior)
+        })?;
         expect_len("logits", self.vocab, B::view_len(logits))?;
-        let token =
-            self.backend.choose(logits, self.vocab, 0, &request.sampler, request.context(&[]))?.token();
-        request.prompt_len = Some(request.committed.len());
-        request.committed.push(token);
+        let context = text.context(&[], allowed);
+        let token = self.backend.choose(logits, self.vocab, 0, &text.sampler, context)?.token();
+        let log_prob = request.options.log_probs;
+        let log_prob = log_prob.map(|count| self.backend.log_prob(logits, self.vocab, 0, token, count));
+        request.prompt_len = Some(prompt_len);
+        text.committed.push(token);
         self.states[slot].next_tokens.push(token);
         let finished = if request.options.stop_tokens.contains(&token) {
             Some(FinishReason::Stop(token))
         } else {
-            (request.num_remaining(self.config.max_len) == 0).then_some(FinishReason::Length)
+            let num_remaining = request.num_remaining(prompt_len + 1, self.config.max_len);
+            (num_remaining == 0).then_some(FinishReason::Length)
         };
         if finished.is_some() {
             self.retire(slot);
         }
-        Ok(FirstToken { token, finished })
+        Ok(FirstToken { token, log_prob, finished })
     }
 
     /// Drafts a tree for each of these requests and packs them into `batch`, in this order.
@@ -302,6 +273,24 @@ impl<B: Backend> Speculator<B> {
     /// *Misuse* when a request is unknown, named twice, has not begun or has finished; *fault* when the draft
     /// model fails.
     pub fn propose(&mut self, requests: &[RequestId], batch: &mut VerifyBatch) -> Result<()> {
+        self.propose_masked(requests, batch, |_, _, _| false)
+    }
+
+    /// As [`propose`](Self::propose), with drafts that a grammar allows.
+    ///
+    /// `masks(request, path, mask)` is asked for each node that gets children: which tokens may follow the request's
+    /// committed tokens and the drafts of `path`. It clears bits of `mask`, `[vocab / 32, rounded up]`, lowest bit
+    /// first, all set before; or returns false if there is no restriction. It only saves drafts that
+    /// [`accept_masked`](Self::accept_masked) would refuse: that call decides.
+    ///
+    /// # Errors
+    /// As [`propose`](Self::propose).
+    pub fn propose_masked(
+        &mut self,
+        requests: &[RequestId],
+        batch: &mut VerifyBatch,
+        mut masks: impl FnMut(RequestId, &[TokenId], &mut [u32]) -> bool,
+    ) -> Result<()> {
         let started = Instant::now();
         // A step is used up also if it fails: its marks must not be met again.
         self.step += 1;
@@ -327,9 +316,10 @@ impl<B: Backend> Speculator<B> {
             let request = Self::request(&mut self.requests, slot)?;
             let state = &mut self.states[slot];
             // The bonus token follows the deepest draft.
-            let deepest = request.num_remaining(self.config.max_len) - 1;
+            let committed = &state.text.committed;
+            let deepest = request.num_remaining(committed.len(), self.config.max_len) - 1;
             state.budget = request.options.budget.at_most_deep(deepest);
-            state.pool.restart(request.committed[request.committed.len() - 1]);
+            state.pool.restart(committed[committed.len() - 1]);
             state.table.reserve(state.next_tokens.len() + state.budget.num_draft_rows())?;
         }
         let states = &mut self.states;
@@ -337,15 +327,19 @@ impl<B: Backend> Speculator<B> {
             states[slot].budget.depth() > 0 || states[slot].next_tokens.len() > MAX_LAZY_PAIRS
         });
         let drafting = Instant::now();
-        self.backend.draft(&mut self.draft, states, &self.active)?;
+        let requests_by_slot = &self.requests;
+        let mut masks_by_slot = |slot: usize, path: &[TokenId], mask: &mut [u32]| {
+            requests_by_slot[slot].as_ref().is_some_and(|request| masks(request.id, path, mask))
+        };
+        self.backend.draft(&mut self.draft, states, &self.active, &mut masks_by_slot)?;
         let draft_time = drafting.elapsed();
         batch.restart(Origin { speculator: self.id, step });
         for id in requests {
             let slot = self.slot(*id)?;
             let request = Self::request(&mut self.requests, slot)?;
-            let DraftState { pool, budget, .. } = &mut self.states[slot];
+            let DraftState { pool, budget, text, .. } = &mut self.states[slot];
             let mut selected = Ok(());
-            batch.push_with(*id, request.committed.len(), |entry| {
+            batch.push_with(*id, text.committed.len(), |entry| {
                 let (tree, confidences) = entry.parts_mut();
                 selected = pool.select(budget.nodes(), tree, confidences);
             })?;
@@ -371,6 +365,25 @@ impl<B: Backend> Speculator<B> {
         batch: &VerifyBatch,
         logits: B::View<'_>,
         features: B::View<'_>,
+    ) -> Result<&[Verdict]> {
+        self.accept_masked(batch, logits, features, |_, _, _| false)
+    }
+
+    /// As [`accept`](Self::accept), for output that must follow a grammar.
+    ///
+    /// `masks(entry, node, mask)` is asked for the nodes that the walk reaches, from the root down: which tokens may
+    /// follow `node`. It clears bits of `mask`, `[vocab / 32, rounded up]`, lowest bit first, all set before; or
+    /// returns false if there is no restriction. A node without an allowed token ends its request with
+    /// [`FinishReason::Fault`].
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept).
+    pub fn accept_masked(
+        &mut self,
+        batch: &VerifyBatch,
+        logits: B::View<'_>,
+        features: B::View<'_>,
+        mut masks: impl FnMut(&BatchEntry, NodeId, &mut [u32]) -> bool,
     ) -> Result<&[Verdict]> {
         let started = Instant::now();
         expect_len("logits of the batch", batch.num_rows() * self.vocab, B::view_len(logits))?;
@@ -410,23 +423,34 @@ impl<B: Backend> Speculator<B> {
                 verdict.nothing(entry, FinishReason::Cancelled);
                 continue;
             };
+            let text = &mut self.states[slot].text;
             let limits = OutputLimits {
                 stop_tokens: &request.options.stop_tokens,
-                num_remaining: request.num_remaining(self.config.max_len),
+                num_remaining: request.num_remaining(text.committed.len(), self.config.max_len),
             };
             let first_row = entry.rows().start;
-            let (backend, vocab, path) = (&self.backend, self.vocab, &mut self.path);
+            let (backend, vocab, path, mask) = (&self.backend, self.vocab, &mut self.path, &mut self.mask);
             path.clear();
+            let mut log_probs = std::mem::take(&mut verdict.log_probs);
+            log_probs.clear();
             verdict.walk(entry, limits, |node| {
                 // The walk goes down: each node is a child of the one before.
                 if node != NodeId::ROOT {
                     path.push(entry.tree().token(node));
                 }
-                let (row, context) = (first_row + node.index(), request.context(path));
-                backend.choose(logits, vocab, row, &request.sampler, context).map(|key| key.token())
+                mask.fill(u32::MAX);
+                let is_masked = masks(entry, node, mask);
+                let context = text.context(path, is_masked.then_some(mask));
+                let row = first_row + node.index();
+                let token = backend.choose(logits, vocab, row, &text.sampler, context)?.token();
+                if let Some(count) = request.options.log_probs {
+                    log_probs.push(backend.log_prob(logits, vocab, row, token, count));
+                }
+                Ok(token)
             });
+            verdict.log_probs = log_probs;
             request.proposed_step = None;
-            request.committed.extend_from_slice(&verdict.emitted);
+            text.committed.extend_from_slice(&verdict.emitted);
             request.stats.record(entry, verdict)?;
             self.stats.record(entry, verdict)?;
             if verdict.finished.is_some() {
@@ -450,8 +474,9 @@ impl<B: Backend> Speculator<B> {
         self.retire(slot);
         self.slots.remove(&id);
         let request = self.requests[slot].take().ok_or_else(|| unknown(id))?;
-        let prompt_len = request.prompt_len.unwrap_or(request.committed.len());
-        Ok(Output { tokens: request.committed[prompt_len..].to_vec(), stats: request.stats })
+        let text = std::mem::take(&mut self.states[slot].text);
+        let prompt_len = request.prompt_len.unwrap_or(text.committed.len());
+        Ok(Output { tokens: text.committed[prompt_len..].to_vec(), stats: request.stats })
     }
 
     /// Takes a request out and forgets it. A batch that holds it may still be accepted.
@@ -472,13 +497,24 @@ impl<B: Backend> Speculator<B> {
         Ok(())
     }
 
+    /// Changes how a request's drafts are ranked from the next step on.
+    ///
+    /// # Errors
+    /// *Misuse* when the request is unknown or a parameter is out of its range.
+    pub fn set_coupling(&mut self, id: RequestId, coupling: Coupling) -> Result<()> {
+        let slot = self.slot(id)?;
+        coupling.check()?;
+        self.states[slot].text.coupling = coupling;
+        Ok(())
+    }
+
     /// Prompt and output tokens of a request so far.
     ///
     /// # Errors
     /// *Misuse* when the request is unknown.
     pub fn committed(&self, id: RequestId) -> Result<&[TokenId]> {
         let slot = self.slot(id)?;
-        self.requests[slot].as_ref().map(|r| r.committed.as_slice()).ok_or_else(|| unknown(id))
+        Ok(&self.states[slot].text.committed)
     }
 
     /// Acceptance over all requests since the speculator was made.

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::kv::CommitPlan;
+use crate::sampling::TokenLogProb;
 use crate::tree::{DraftTree, NodeId, TokenId};
 
 /// An engine's name for one of its requests. The engine chooses it; it must be unused while admitted.
@@ -197,6 +198,8 @@ pub struct Verdict {
     pub path: Vec<NodeId>,
     /// The tokens emitted by this step, in order.
     pub emitted: Vec<TokenId>,
+    /// Of the emitted tokens, if the request's options ask for them.
+    pub log_probs: Vec<TokenLogProb>,
     /// Set when the request is done.
     pub finished: Option<FinishReason>,
     pub(crate) prefix_len: usize,
@@ -218,6 +221,7 @@ impl Verdict {
             request: RequestId::default(),
             path: Vec::new(),
             emitted: Vec::new(),
+            log_probs: Vec::new(),
             finished: None,
             prefix_len: 0,
         }
@@ -274,6 +278,7 @@ impl Verdict {
         self.prefix_len = entry.prefix_len();
         self.path.clear();
         self.emitted.clear();
+        self.log_probs.clear();
         self.finished = None;
     }
 

@@ -9,7 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
-    DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, Speculator, SpeculatorConfig, TokenId, VerifyBatch,
+    DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, RequestOptions, Speculator, SpeculatorConfig,
+    TokenId, VerifyBatch,
 };
 use safetensors::tensor::SafeTensors;
 
@@ -137,9 +138,8 @@ fn whole_outputs_and_acceptance_match_the_golden_runs() {
     for i in 0..3 {
         let golden = Golden::read(i);
         let (prompt, want) = (golden.tokens("prompt_ids"), golden.tokens("output_ids"));
-        let (prompts, greedy) = ([prompt], SamplingParams::default());
-        let run = serve::speculative(&mut target, &mut speculator, &prompts, 1, want.len(), budget, &greedy)
-            .unwrap();
+        let options = RequestOptions { max_new_tokens: want.len(), budget, ..Default::default() };
+        let run = serve::speculative(&mut target, &mut speculator, &[prompt], 1, &options).unwrap();
         assert_eq!(run.outputs[0], want);
         // The recorded run had no limit to cut its last step.
         let recorded = golden.tokens("accepted_lengths").len() as u64;
@@ -180,9 +180,10 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
         let plain = serve::plain(&mut target, &cpu, prompts, 1, 24, &params).unwrap();
         assert_eq!(serve::plain(&mut target, &cpu, prompts, 3, 24, &params).unwrap().outputs, plain.outputs);
         for &(batch, budget) in budgets {
-            let run = serve::speculative(&mut target, &mut speculator, prompts, batch, 24, budget, &params)
-                .unwrap();
-            assert_eq!(run.outputs, plain.outputs, "batch {batch}, {budget:?}, {params:?}");
+            let options =
+                RequestOptions { max_new_tokens: 24, budget, sampling: params.clone(), ..Default::default() };
+            let run = serve::speculative(&mut target, &mut speculator, prompts, batch, &options).unwrap();
+            assert_eq!(run.outputs, plain.outputs, "batch {batch}, {options:?}");
             assert!(budget == DraftBudget::NONE || run.stats.acceptance_length().unwrap() > least);
         }
         texts.push(plain.outputs[0].clone());

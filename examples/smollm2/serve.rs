@@ -8,9 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
-use eagle_verify::{
-    AcceptStats, DraftBudget, PageTable, RequestId, RequestOptions, Speculator, TokenId, VerifyBatch,
-};
+use eagle_verify::{AcceptStats, PageTable, RequestId, RequestOptions, Speculator, TokenId, VerifyBatch};
 
 use super::model::{Pass, Target};
 use super::tokenizer::END_OF_TURN;
@@ -120,15 +118,14 @@ pub fn plain(
     Ok(run)
 }
 
-/// Decodes speculatively: the loop that an engine writes around `propose` and `accept`.
+/// Decodes speculatively: the loop that an engine writes around `propose` and `accept`. The end of turn stops
+/// every request, beside what `options` say.
 pub fn speculative(
     target: &mut Target,
     speculator: &mut Speculator<Cpu>,
     prompts: &[Vec<TokenId>],
     batch: usize,
-    max_new: usize,
-    budget: DraftBudget,
-    sampling: &SamplingParams,
+    options: &RequestOptions,
 ) -> Result<Run> {
     let started = Instant::now();
     let mut run = Run { outputs: vec![Vec::new(); prompts.len()], ..Run::default() };
@@ -138,10 +135,7 @@ pub fn speculative(
         while active.len() < batch && next < prompts.len() {
             let id = RequestId(next as u64);
             let stop_tokens = vec![END_OF_TURN];
-            speculator.admit(
-                id,
-                RequestOptions { stop_tokens, max_new_tokens: max_new, budget, sampling: sampling.clone() },
-            )?;
+            speculator.admit(id, RequestOptions { stop_tokens, ..options.clone() })?;
             let mut table = target.new_table();
             let mut first = None;
             let mut chunks = prompts[next].chunks(PROMPT_CHUNK).peekable();

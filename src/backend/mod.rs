@@ -7,10 +7,10 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
-use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint};
+use crate::draft::{CandidatePool, Coupling, DraftBudget, Eagle3Checkpoint};
 use crate::error::Result;
 use crate::kv::PageTable;
-use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
+use crate::sampling::{ChoiceKey, Sampler, SamplingContext, TokenLogProb};
 use crate::tree::TokenId;
 
 /// Memory and the coarse operations that touch it.
@@ -67,7 +67,13 @@ pub trait Backend: sealed::Sealed + Sized {
     /// # Errors
     /// *Fault* when the device fails.
     #[doc(hidden)]
-    fn draft(&self, draft: &mut Self::Draft, states: &mut [DraftState], active: &[usize]) -> Result<()>;
+    fn draft(
+        &self,
+        draft: &mut Self::Draft,
+        states: &mut [DraftState],
+        active: &[usize],
+        masks: MasksBySlot<'_>,
+    ) -> Result<()>;
 
     /// The target's token of one row of logits, `[rows, vocab]`: [`Sampler::choose`].
     ///
@@ -82,7 +88,23 @@ pub trait Backend: sealed::Sealed + Sized {
         sampler: &Sampler,
         context: SamplingContext<'_>,
     ) -> Result<ChoiceKey>;
+
+    /// The log-probability of a token in one row of logits, and the `count` likeliest tokens:
+    /// [`TokenLogProb::new`].
+    #[doc(hidden)]
+    fn log_prob(
+        &self,
+        logits: Self::View<'_>,
+        vocab: usize,
+        row: usize,
+        token: TokenId,
+        count: usize,
+    ) -> TokenLogProb;
 }
+
+/// Asked which tokens may follow some drafts (`slot, path, mask`): clears bits of the mask, or returns false.
+#[doc(hidden)]
+pub type MasksBySlot<'a> = &'a mut dyn FnMut(usize, &[TokenId], &mut [u32]) -> bool;
 
 mod sealed {
     pub trait Sealed {}
@@ -113,4 +135,29 @@ pub struct DraftState {
     /// For this step.
     pub(crate) budget: DraftBudget,
     pub(crate) pool: CandidatePool,
+    pub(crate) text: Text,
+}
+
+/// A request's text so far, and how it goes on.
+#[derive(Debug, Default)]
+pub(crate) struct Text {
+    pub(crate) sampler: Sampler,
+    pub(crate) coupling: Coupling,
+    /// Prompt and output.
+    pub(crate) committed: Vec<TokenId>,
+    /// Where the output starts, outputs before a preemption included.
+    pub(crate) output_start: usize,
+}
+
+impl Text {
+    /// Where the token after the drafts of `path` is drawn.
+    pub(crate) fn context<'a>(
+        &'a self,
+        path: &'a [TokenId],
+        allowed: Option<&'a [u32]>,
+    ) -> SamplingContext<'a> {
+        let (prompt, output) = self.committed.split_at(self.output_start);
+        let position = (self.committed.len() + path.len()) as u32; // below 2^22
+        SamplingContext { position, prompt, output, path, allowed }
+    }
 }

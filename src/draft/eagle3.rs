@@ -77,6 +77,47 @@ impl DraftBudget {
     }
 }
 
+/// How drafts are ranked at a temperature above 0.
+///
+/// The target takes the largest of `logit / T + G` with noise `G` that is known beforehand: a function of seed,
+/// position and token. So the drafter can rank by its own logits *and the same noise*, `logit / T + s G`, and guess
+/// the sampled token about as often as it guesses the likeliest one at temperature 0. The text is the target's
+/// whatever the drafter looks at; tokens that the request's filters, penalties, biases or masks rule out are not
+/// drafted.
+///
+/// A child's confidence is `softmax((logit + T s G) / tau)` over the tokens that are not ruled out. At temperature 0,
+/// or with `s = 0`, and `tau = 1`, that is EAGLE-2's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Coupling {
+    /// `s`, from 0 (the classical tree, which does not see the noise) to 1.
+    pub noise_scale: f32,
+    /// `tau`, above 0: larger values trust the draft model less. It decides between nodes, not between the children
+    /// of one.
+    pub confidence_temperature: f32,
+}
+
+impl Coupling {
+    /// Drafts that do not see the noise.
+    pub const NONE: Self = Self { noise_scale: 0.0, confidence_temperature: 1.0 };
+
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { noise_scale, confidence_temperature } = *self;
+        if !(0.0..=1.0).contains(&noise_scale) {
+            return Err(Error::misuse("noise scale", "from 0 to 1", noise_scale));
+        }
+        if !(confidence_temperature > 0.0 && confidence_temperature.is_finite()) {
+            return Err(Error::misuse("confidence temperature", "above 0", confidence_temperature));
+        }
+        Ok(())
+    }
+}
+
+impl Default for Coupling {
+    fn default() -> Self {
+        Self { noise_scale: 1.0, ..Self::NONE }
+    }
+}
+
 /// A node whose children the draft model is asked for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FrontierNode {
@@ -126,6 +167,17 @@ impl CandidatePool {
     /// The nodes that the draft model runs next.
     pub(crate) fn frontier(&self) -> &[FrontierNode] {
         &self.frontier
+    }
+
+    /// The drafts from below the root down to the frontier's `rank`-th node.
+    pub(crate) fn path(&self, rank: usize, path: &mut Vec<TokenId>) {
+        path.clear();
+        let mut candidate = self.frontier[rank].candidate;
+        while candidate != 0 {
+            path.push(self.candidates[candidate].token);
+            candidate = self.candidates[candidate].parent;
+        }
+        path.reverse();
     }
 
     pub(crate) fn token(&self, candidate: usize) -> TokenId {
@@ -230,16 +282,6 @@ mod tests {
         all
     }
 
-    fn path_of(pool: &CandidatePool, mut candidate: usize) -> Vec<TokenId> {
-        let mut path = Vec::new();
-        while candidate != 0 {
-            path.push(pool.token(candidate));
-            candidate = pool.candidates[candidate].parent;
-        }
-        path.reverse();
-        path
-    }
-
     fn draft(budget: DraftBudget, seed: u64) -> (CandidatePool, DraftTree, Vec<f32>) {
         let mut pool = CandidatePool::default();
         pool.restart(TokenId(77));
@@ -248,7 +290,8 @@ mod tests {
                 pool.advance(budget.width());
             }
             for rank in 0..pool.frontier().len() {
-                let path = path_of(&pool, pool.frontier()[rank].candidate);
+                let mut path = Vec::new();
+                pool.path(rank, &mut path);
                 pool.expand(rank, children(&path, budget.width(), seed).into_iter());
             }
         }

@@ -6,4 +6,4 @@ mod eagle3;
 pub use checkpoint::{DraftVocab, Eagle3Checkpoint, Eagle3Config, TargetShape};
 pub(crate) use checkpoint::{Matrix, Weights};
 pub(crate) use eagle3::CandidatePool;
-pub use eagle3::DraftBudget;
+pub use eagle3::{Coupling, DraftBudget};

@@ -4,6 +4,7 @@
 //! [`ChoiceKey`], so that blocks, threads and vocabulary shards can each choose and then combine by maximum
 //! without changing the answer.
 
+mod log_prob;
 mod math;
 mod noise;
 mod sampler;
@@ -11,9 +12,10 @@ mod sampler;
 use crate::error::{Error, Result};
 use crate::tree::TokenId;
 
+pub use log_prob::TokenLogProb;
 pub(crate) use math::{LARGEST_WEIGHT, weight};
 pub use noise::gumbel;
-pub(crate) use noise::{BLOCK, noise_bound, uniform_block};
+pub(crate) use noise::{BLOCK, gumbel_row, noise_bound, uniform_block};
 pub(crate) use sampler::{Columns, TokenCounts, scaled, share};
 pub use sampler::{Sampler, SamplingContext, SamplingParams};
 

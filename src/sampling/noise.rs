@@ -4,7 +4,10 @@
 //! "Gumbel-max trick"). Here `G` belongs to a position and a token, not to a step or a row, so the text that comes
 //! out does not depend on whether, or how, it was speculated.
 
+use multiversion::multiversion;
+
 use super::math::ln;
+use crate::tree::TokenId;
 
 /// What a stream of noise is for: streams are independent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +92,29 @@ pub fn gumbel(seed: u64, position: u32, token: u32) -> f32 {
     -ln(exponential) as f32
 }
 
+/// [`gumbel`] of many tokens at one position: `noise[i]` is of `tokens[i]`. Both are equally long.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+pub(crate) fn gumbel_row(seed: u64, position: u32, tokens: &[TokenId], noise: &mut [f32]) {
+    const N: usize = 16; // side by side
+    for (tokens, noise) in tokens.chunks(N).zip(noise.chunks_mut(N)) {
+        let mut counter = [[position; N], [0; N], [Purpose::Noise as u32; N], [0; N]];
+        for (word, token) in counter[1].iter_mut().zip(tokens) {
+            *word = token.0 / 4;
+        }
+        let words = philox(counter, words(seed));
+        let mut bits = [u32::MAX; N];
+        for (i, (bits, token)) in bits.iter_mut().zip(tokens).enumerate() {
+            *bits = words[(token.0 % 4) as usize][i];
+        }
+        let row = bits.map(|bits| -ln(exponential(bits)) as f32);
+        for (((noise, value), bits), token) in noise.iter_mut().zip(row).zip(bits).zip(tokens) {
+            *noise = if bits < REFINED_BELOW { gumbel(seed, position, token.0) } else { value };
+        }
+    }
+}
+
 /// `-ln(1 - v)` for `v = (2 bits + 1) / 2^33`: exponentially distributed, strictly increasing in `bits`.
+#[inline(always)]
 fn exponential(bits: u32) -> f64 {
     // Exact: an odd integer below 2^33.
     let complement = ((1u64 << 33) - (2 * u64::from(bits) + 1)) as f64 / (1u64 << 33) as f64;
@@ -195,6 +220,23 @@ mod tests {
                 .all(|other| *other != base)
         );
         assert_eq!(gumbel(7, 3, 5), base);
+    }
+
+    #[test]
+    fn rows_are_the_same_noise() {
+        let tokens: Vec<TokenId> = (0..5_000).map(|i| TokenId(i * 7 % 3 + i * 11)).collect();
+        for len in [0, 1, 15, 16, 17, 5_000] {
+            for position in 0..if len == 5_000 { 2_000 } else { 3 } {
+                let (tokens, mut row) = (&tokens[..len], vec![0.0; len]);
+                gumbel_row(9, position, tokens, &mut row);
+                // Few are refined: a sample, and the largest, which those are among.
+                let mut places: Vec<usize> = (position as usize % 97..len).step_by(97).collect();
+                places.extend((0..len).max_by(|a, b| row[*a].total_cmp(&row[*b])));
+                for i in places {
+                    assert_eq!(row[i].to_bits(), gumbel(9, position, tokens[i].0).to_bits());
+                }
+            }
+        }
     }
 
     /// The largest of many is where it must be: the tail that decides has its full resolution.

@@ -81,7 +81,7 @@ pub struct SamplingContext<'a> {
 /// assert_eq!(sampler.choose(&[1.0, 3.0, -2.0, 2.5], nothing)?.token(), token); // always
 /// # Ok::<(), eagle_verify::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sampler {
     params: SamplingParams,
 }

@@ -23,7 +23,7 @@ fn speculator(max_requests: usize) -> Speculator<Cpu> {
 }
 
 fn options(max_new_tokens: usize, budget: DraftBudget) -> RequestOptions {
-    RequestOptions { stop_tokens: Vec::new(), max_new_tokens, budget, sampling: SamplingParams::default() }
+    RequestOptions { max_new_tokens, budget, ..RequestOptions::default() }
 }
 
 fn admit(

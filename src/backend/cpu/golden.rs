@@ -7,7 +7,7 @@ use safetensors::tensor::SafeTensors;
 
 use super::head::CpuHead;
 use super::{Cpu, Embedding};
-use crate::backend::{Backend, DraftLimits, DraftState};
+use crate::backend::{Backend, DraftLimits, DraftState, Text};
 use crate::draft::{CandidatePool, DraftBudget, Eagle3Checkpoint, TargetShape};
 use crate::kv::PagePool;
 use crate::tree::{DraftTree, NodeId, TokenId};
@@ -67,6 +67,7 @@ fn state() -> DraftState {
         first_is_written: false,
         budget: DraftBudget::NONE,
         pool: CandidatePool::default(),
+        text: Text::default(),
     }
 }
 
@@ -96,7 +97,7 @@ fn step(
     state.budget = budget;
     state.pool.restart(*state.next_tokens.last().unwrap());
     state.table.reserve(state.next_tokens.len() + budget.num_draft_rows()).unwrap();
-    cpu.draft(head, states, &[0]).unwrap();
+    cpu.draft(head, states, &[0], &mut |_, _, _| false).unwrap();
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! The EAGLE-3 head on the CPU: one Llama layer whose attention reads `[norm(embedding), norm(feature)]`.
 
 use super::ops::{log_sum_exp, top_k};
+use super::sample::couple;
 use super::{AttentionRow, Cpu, Embedding, KvCache, KvShape, PackedLinear, Rope, silu_mul};
-use crate::backend::{DraftLimits, DraftState};
+use crate::backend::{DraftLimits, DraftState, MasksBySlot};
 use crate::draft::{DraftVocab, Eagle3Checkpoint, Eagle3Config, Matrix, Weights};
 use crate::error::{Error, Result};
 use crate::norm::RmsNorm;
+use crate::sampling::gumbel_row;
 use crate::tree::{DraftTree, NodeSet, TokenId};
 
 /// Pairs that go through the head together while a prompt comes in.
@@ -87,6 +89,9 @@ struct Work {
     gate_up: Vec<f32>,
     activated: Vec<f32>,
     logits: Vec<f32>,
+    noise: Vec<f32>, // [draft_vocab]
+    path: Vec<TokenId>,
+    mask: Vec<u32>,
     best: Vec<(u32, f32)>,
 }
 
@@ -162,14 +167,20 @@ impl CpuHead {
         &self.work.outputs
     }
 
-    pub(super) fn draft(&mut self, cpu: &Cpu, states: &mut [DraftState], active: &[usize]) -> Result<()> {
+    pub(super) fn draft(
+        &mut self,
+        cpu: &Cpu,
+        states: &mut [DraftState],
+        active: &[usize],
+        masks: MasksBySlot<'_>,
+    ) -> Result<()> {
         self.extend(cpu, states, active)?;
         for level in 1.. {
             if self.work.frontier.rows.is_empty() {
                 break;
             }
             self.forward(cpu, states)?;
-            self.propose(states);
+            self.propose(states, level, masks);
             self.next_frontier(states, level);
             let Self { layers, embedding, rope, cache, work, .. } = self;
             layers.embed(embedding, &mut work.frontier)?;
@@ -285,23 +296,38 @@ impl CpuHead {
         layers.lm_head.forward(cpu, &work.normed, &mut work.logits)
     }
 
-    /// Gives each row's best children to its request's pool.
-    fn propose(&mut self, states: &mut [DraftState]) {
+    /// Gives each row's best children, nodes of level `level`, to its request's pool.
+    fn propose(&mut self, states: &mut [DraftState], level: usize, masks: MasksBySlot<'_>) {
         let Self { work, vocab, config, .. } = self;
-        let mut logits = work.logits.chunks_exact(config.draft_vocab);
+        work.noise.resize(config.draft_vocab, 0.0);
+        let mut logits = work.logits.chunks_exact_mut(config.draft_vocab);
         for rows in work.frontier.rows.chunk_by(|a, b| a.slot == b.slot) {
-            let state = &mut states[rows[0].slot];
+            let slot = rows[0].slot;
+            let DraftState { pool, budget, text, .. } = &mut states[slot];
+            let params = text.sampler.params();
+            if params.temperature > 0.0 && text.coupling.noise_scale > 0.0 {
+                // One row of noise for all nodes of a level: it belongs to the position.
+                let position = (text.committed.len() + level - 1) as u32;
+                gumbel_row(params.seed, position, vocab.tokens(), &mut work.noise);
+            }
             for (rank, logits) in logits.by_ref().take(rows.len()).enumerate() {
+                pool.path(rank, &mut work.path);
+                work.mask.clear();
+                work.mask.resize(config.target.vocab.div_ceil(32), u32::MAX);
+                let is_masked = masks(slot, &work.path, &mut work.mask);
+                let context = text.context(&work.path, is_masked.then_some(&work.mask));
+                let coupled =
+                    couple(&text.sampler, text.coupling, logits, vocab.tokens(), &work.noise, context);
                 let normaliser = log_sum_exp(logits);
-                if normaliser.is_nan() {
+                if coupled.is_err() || normaliser.is_nan() {
                     continue; // no drafts here: the target will say what is wrong with its features
                 }
-                top_k(logits, state.budget.width(), &mut work.best);
+                top_k(logits, budget.width(), &mut work.best);
                 let children = work
                     .best
                     .iter()
                     .map(|&(draft, logit)| (vocab.tokens()[draft as usize], (logit - normaliser).min(0.0)));
-                state.pool.expand(rank, children);
+                pool.expand(rank, children);
             }
         }
     }

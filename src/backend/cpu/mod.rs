@@ -18,10 +18,11 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::{Backend, DraftLimits, DraftState};
+use super::{Backend, DraftLimits, DraftState, MasksBySlot};
 use crate::draft::{Eagle3Checkpoint, Matrix, Weights};
 use crate::error::{Error, Result, expect_len};
-use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
+use crate::sampling::{ChoiceKey, Sampler, SamplingContext, TokenLogProb};
+use crate::tree::TokenId;
 
 pub use attention::{AttentionRow, KvCache, KvShape};
 pub use linear::PackedLinear;
@@ -146,7 +147,7 @@ impl Embedding {
     ///
     /// # Errors
     /// *Misuse* when the token is not in the table or `out` has another length.
-    pub fn copy_row(&self, token: crate::TokenId, out: &mut [f32]) -> Result<()> {
+    pub fn copy_row(&self, token: TokenId, out: &mut [f32]) -> Result<()> {
         expect_len("embedding row", self.hidden, out.len())?;
         let index = token.0 as usize;
         if index >= self.vocab() {
@@ -199,8 +200,14 @@ impl Backend for Cpu {
         draft.forget_features(slot);
     }
 
-    fn draft(&self, draft: &mut Self::Draft, states: &mut [DraftState], active: &[usize]) -> Result<()> {
-        draft.draft(self, states, active)
+    fn draft(
+        &self,
+        draft: &mut Self::Draft,
+        states: &mut [DraftState],
+        active: &[usize],
+        masks: MasksBySlot<'_>,
+    ) -> Result<()> {
+        draft.draft(self, states, active, masks)
     }
 
     fn choose(
@@ -212,5 +219,19 @@ impl Backend for Cpu {
         context: SamplingContext<'_>,
     ) -> Result<ChoiceKey> {
         self.sample(sampler, &logits[row * vocab..][..vocab], context)
+    }
+
+    fn log_prob(
+        &self,
+        logits: &[f32],
+        vocab: usize,
+        row: usize,
+        token: TokenId,
+        count: usize,
+    ) -> TokenLogProb {
+        let logits = &logits[row * vocab..][..vocab];
+        let mut best = Vec::new();
+        ops::top_k(logits, count, &mut best);
+        TokenLogProb::from_parts(logits, token, ops::log_sum_exp(logits), best.iter().map(|(id, _)| *id))
     }
 }

@@ -9,10 +9,12 @@ use std::cell::RefCell;
 use multiversion::multiversion;
 
 use super::ops;
+use crate::draft::Coupling;
 use crate::error::Result;
 use crate::sampling::{
-    BLOCK, ChoiceKey, Columns, LARGEST_WEIGHT, Sampler, SamplingContext, TokenCounts, from_ordered_bits,
-    gumbel, noise_bound, ordered_bits, reject_masked, scaled, share, uniform_block, weight,
+    BLOCK, ChoiceKey, Columns, LARGEST_WEIGHT, Sampler, SamplingContext, SamplingParams, TokenCounts,
+    from_ordered_bits, gumbel, noise_bound, ordered_bits, reject_masked, scaled, share, uniform_block,
+    weight,
 };
 use crate::tree::TokenId;
 
@@ -20,13 +22,18 @@ use crate::tree::TokenId;
 struct Scratch {
     z: Vec<f32>,
     weights: Vec<u64>,
+    rest: Vec<(u32, u64)>,
     counts: TokenCounts,
 }
 
 /// The same key, or error, as `sampler.choose(logits, context)`.
 pub(super) fn choose(sampler: &Sampler, logits: &[f32], context: SamplingContext<'_>) -> Result<ChoiceKey> {
+    with_scratch(|scratch| scratch.choose(sampler, logits, context))
+}
+
+fn with_scratch<R>(action: impl FnOnce(&mut Scratch) -> R) -> R {
     thread_local!(static SCRATCH: RefCell<Scratch> = RefCell::default());
-    SCRATCH.with_borrow_mut(|scratch| scratch.choose(sampler, logits, context))
+    SCRATCH.with_borrow_mut(action)
 }
 
 impl Scratch {
@@ -44,10 +51,16 @@ impl Scratch {
         if params.temperature == 0.0 {
             return ops::choose(&self.z);
         }
+        let threshold = self.threshold(params);
+        reject_masked(draw(&self.z, threshold, params.seed, context.position))
+    }
+
+    /// Divides `z` by the temperature, which is above 0, and returns the smallest that the filters keep.
+    fn threshold(&mut self, params: &SamplingParams) -> f32 {
         let largest = scale(&mut self.z, params.temperature);
         let mut threshold = f32::NEG_INFINITY;
         if params.top_k > 0 && params.top_k < self.z.len() {
-            threshold = reach(&self.z, params.top_k as u64, |_| 1);
+            threshold = reach(&self.z, params.top_k as u64, |_| 1, &mut self.rest);
         }
         if params.min_p > 0.0 || params.top_p < 1.0 {
             let least = share(LARGEST_WEIGHT, params.min_p) as u64; // at most 2^40
@@ -56,10 +69,51 @@ impl Scratch {
             threshold = smallest;
             if params.top_p < 1.0 {
                 let wanted = share(total, params.top_p) as u64; // at most the total
-                threshold = reach(&self.z, wanted, |i| self.weights[i]);
+                threshold = reach(&self.z, wanted, |i| self.weights[i], &mut self.rest);
             }
         }
-        reject_masked(draw(&self.z, threshold, params.seed, context.position))
+        threshold
+    }
+}
+
+/// Makes a draft model's logits, of the tokens `columns`, those that it ranks by and is confident of; negative
+/// infinity for tokens that the target cannot take. `noise` is the target's at the context's position, of the same
+/// tokens. See [`Coupling`].
+///
+/// # Errors
+/// *Fault* when the row holds a NaN.
+pub(super) fn couple(
+    sampler: &Sampler,
+    coupling: Coupling,
+    logits: &mut [f32],
+    columns: &[TokenId],
+    noise: &[f32],
+    context: SamplingContext<'_>,
+) -> Result<()> {
+    with_scratch(|scratch| {
+        ops::reject_nan(logits)?;
+        let params = sampler.params();
+        sampler.adjust(logits, Columns::Of(columns), context, &mut scratch.counts)?;
+        if params.temperature == 0.0 {
+            if coupling.confidence_temperature != 1.0 {
+                logits.iter_mut().for_each(|logit| *logit /= coupling.confidence_temperature);
+            }
+            return Ok(());
+        }
+        scratch.z.clear();
+        scratch.z.extend_from_slice(logits);
+        let threshold = scratch.threshold(params);
+        let factor = params.temperature / coupling.confidence_temperature;
+        add_noise(&scratch.z, threshold, noise, coupling.noise_scale, factor, logits);
+        Ok(())
+    })
+}
+
+/// `sums = factor * (z + scale * noise)` where `z >= threshold`.
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
+fn add_noise(z: &[f32], threshold: f32, noise: &[f32], scale: f32, factor: f32, sums: &mut [f32]) {
+    for ((z, noise), sum) in z.iter().zip(noise).zip(sums) {
+        *sum = if *z >= threshold { factor * (z + scale * noise) } else { f32::NEG_INFINITY };
     }
 }
 
@@ -102,25 +156,33 @@ fn weigh(z: &[f32], largest: f32, threshold: f32, least: u64, weights: &mut [u64
 }
 
 /// The largest `z` such that tokens with at least this `z` weigh `wanted`, which is at least 1 and at most what
-/// all weigh.
-fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64) -> f32 {
-    let mut prefix = 0;
-    for (shift, width) in [(21, 11), (10, 11), (0, 10)] {
-        let mut sums = [0u64; 1 << 11];
-        for (i, z) in z.iter().enumerate() {
-            let key = u64::from(ordered_bits(*z)) >> shift;
-            if key >> width == prefix {
-                sums[(key & ((1 << width) - 1)) as usize] += weight(i);
-            }
-        }
-        let mut digit = (1 << width) - 1;
+/// all weigh: digit by digit of its ordered bits. `rest` is memory for the tokens that share the digits found.
+fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64, rest: &mut Vec<(u32, u64)>) -> f32 {
+    let mut pick = |sums: &[u64]| {
+        let mut digit = sums.len() - 1;
         while digit > 0 && sums[digit] < wanted {
             wanted -= sums[digit];
             digit -= 1;
         }
-        prefix = prefix << width | digit as u64;
+        digit as u32
+    };
+    let mut sums = [0u64; 1 << 11];
+    for (i, z) in z.iter().enumerate() {
+        sums[(ordered_bits(*z) >> 21) as usize] += weight(i);
     }
-    from_ordered_bits(prefix as u32)
+    let mut prefix = pick(&sums);
+    rest.clear();
+    let bits = z.iter().map(|z| ordered_bits(*z)).enumerate();
+    rest.extend(bits.filter(|(_, bits)| bits >> 21 == prefix).map(|(i, bits)| (bits, weight(i))));
+    for (shift, width) in [(10, 11), (0, 10)] {
+        let sums = &mut sums[..1 << width];
+        sums.fill(0);
+        for (bits, weight) in rest.iter().filter(|(bits, _)| bits >> shift >> width == prefix) {
+            sums[(bits >> shift & ((1 << width) - 1)) as usize] += weight;
+        }
+        prefix = prefix << width | pick(sums);
+    }
+    from_ordered_bits(prefix)
 }
 
 /// The largest of `z + noise` among tokens with `z >= threshold`.
@@ -129,6 +191,9 @@ fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
     let mut best = ChoiceKey::default();
     let mut best_score = f32::NEG_INFINITY;
     for (block, z) in z.chunks(BLOCK).enumerate() {
+        if z.iter().fold(true, |none, z| none & (*z < threshold)) {
+            continue; // all filtered
+        }
         let first = (block * BLOCK) as u32;
         let bits = uniform_block(seed, position, first);
         let mut may_win = [false; BLOCK];
@@ -154,7 +219,6 @@ fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sampling::SamplingParams;
     use proptest::prelude::*;
 
     fn logit() -> impl Strategy<Value = f32> {

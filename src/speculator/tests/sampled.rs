@@ -1,6 +1,7 @@
 //! Sampling at any temperature: the text is that of plain decoding with the same seed.
 
 use super::*;
+use crate::sampling::{Sampler, SamplingContext, SamplingParams};
 
 fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
     let mut params = SamplingParams { temperature: 1.0, seed: 99, ..SamplingParams::default() };
