@@ -104,25 +104,20 @@ EV_DEVICE bool has_lower_bound(uint32_t bits) { return bits - 256 < 0x80000000u 
 /// The weight of the likeliest token.
 constexpr uint64_t kLargestWeight = uint64_t(1) << 40;
 
-/// exp(z - largest) in units of 2^-40.
+/// exp(z - largest) in units of 2^-40; z <= largest.
 EV_DEVICE uint64_t weight(float z, float largest) {
   if (z == largest) return kLargestWeight;
   float distance = largest - z;
-  distance = distance < 31.0f ? distance : 31.0f;
-  const uint64_t exponent = uint64_t(uint32_t(distance * 67108864.0f)) * 3098164009u >> 31;  // of 2^-26
-  const uint32_t fraction = uint32_t(exponent) << 6;                                        // of 2^-32
+  distance = distance < 31.0f ? distance : 31.0f;  // infinity too
+  const uint64_t exponent = uint64_t(nearest_uint(distance * 67108864.0f)) * 3098164009u >> 31;  // of 2^-26
+  const uint32_t fraction = uint32_t(exponent) << 6;                                            // of 2^-32
   const auto times_fraction = [&](uint32_t v) { return uint32_t(uint64_t(v) * fraction >> 32); };
-  // (ln 2)^n / n! of 2^-32 for n = 10 to 1.
-  uint32_t series = 30;
-  series = 437 - times_fraction(series);
-  series = 5676 - times_fraction(series);
-  series = 65509 - times_fraction(series);
-  series = 661576 - times_fraction(series);
-  series = 5726719 - times_fraction(series);
-  series = 41309549 - times_fraction(series);
-  series = 238388331 - times_fraction(series);
-  series = 1031764991 - times_fraction(series);
-  series = 2977044471u - times_fraction(series);
+  uint32_t series = 466327;
+  series = 5469618 - times_fraction(series);
+  series = 41136673 - times_fraction(series);
+  series = 238328358 - times_fraction(series);
+  series = 1031755265 - times_fraction(series);
+  series = 2977043937u - times_fraction(series);
   const uint64_t power = (uint64_t(1) << 32) - times_fraction(series);  // 2^-fraction
   return power << 8 >> (exponent >> 26);
 }
