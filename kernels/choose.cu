@@ -9,7 +9,7 @@
 namespace ev {
 
 constexpr uint32_t kMaxChooseThreads = 512;
-constexpr uint32_t kMaxCandidates = 512;
+constexpr uint32_t kMaxListed = 2048;
 constexpr uint32_t kDigits = 1 << 11;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
@@ -17,11 +17,11 @@ struct ChooseShared {
   // Weights by digit of z, 2^32 * high + low: there is no addition of 64 bits in shared memory.
   uint32_t low[kDigits];
   uint32_t high[kDigits];
-  uint32_t candidates[kMaxCandidates];  // tokens whose bound reached a score that some token is sure to have
+  uint32_t listed[kMaxListed];
   uint64_t of_warps[kMaxChooseThreads / 32];
   uint64_t wanted;
   uint32_t digit;
-  uint32_t num_candidates;
+  uint32_t num_listed;  // with those for whom there was no room
   uint32_t sure;  // ordered bits of a score that some token reaches
 };
 
@@ -309,33 +309,52 @@ struct ChooseBlock {
     return from_ordered_bits(uint32_t(block_fold(smallest, shared, smaller)));
   }
 
+  /// Adds to the list. False when there is no room.
+  EV_DEVICE bool list(uint32_t word) const {
+    const uint32_t place = add_shared(&shared.num_listed, 1);
+    if (place < kMaxListed) shared.listed[place] = word;
+    return place < kMaxListed;
+  }
+
   /// The largest z such that tokens with at least this z weigh `top_p` of all, or else `top_k`, in units of
   /// `weight(z)`.
   template <class Weight>
   EV_DEVICE float reach(float largest, Weight weight, bool is_top_p) const {
-    uint64_t total = 0, wanted = 0;
-    uint32_t near = 0, prefix = 0;
+    clear();
+    uint64_t total = 0;
+    each_stored([&](float z) {
+      const uint64_t own = weight(z);
+      total += own;
+      add(nearness(z, largest), own);
+    });
+    total = block_fold(total, shared, [](uint64_t a, uint64_t b) { return a + b; });
+    uint64_t wanted = is_top_p ? share(total, row.top_p) : row.top_k;
+    const uint32_t near = find(wanted);
+    // The tokens that are so near are few, unless the row is odd.
+    if (threadIdx.x == 0) shared.num_listed = 0;
+    __syncthreads();
+    each_stored([&](float z) {
+      if (nearness(z, largest) == near) list(float_to_bits(z));
+    });
+    uint32_t prefix = 0;
 #pragma unroll 1
-    for (uint32_t pass = 0; pass < 4; pass++) {  // nearness, then the 11, 11 and 10 bits of z
-      const uint32_t shift = pass <= 1 ? 21 : pass == 2 ? 10 : 0, width = pass == 3 ? 10 : 11;
+    for (uint32_t pass = 0; pass < 3; pass++) {  // 11, 11 and 10 bits
+      const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, width = pass == 2 ? 10 : 11;
       clear();
-      each_stored([&](float z) {
-        const uint32_t own_near = nearness(z, largest), key = ordered_bits(z) >> shift;
-        if (pass != 0 && (own_near != near || key >> width != prefix)) return;
-        const uint64_t own = weight(z);
-        total += own;
-        add(pass == 0 ? own_near : key & ((1u << width) - 1), own);
-      });
-      if (pass == 0) {
-        total = block_fold(total, shared, [](uint64_t a, uint64_t b) { return a + b; });
-        wanted = is_top_p ? share(total, row.top_p) : row.top_k;
+      const auto add_near = [&](float z) {
+        const uint32_t key = ordered_bits(z) >> shift;
+        if (key >> width == prefix && nearness(z, largest) == near) add(key & ((1u << width) - 1), weight(z));
+      };
+      if (shared.num_listed <= kMaxListed) {
+#pragma unroll 1
+        for (uint32_t i = threadIdx.x; i < shared.num_listed; i += blockDim.x) {
+          add_near(bits_to_float(shared.listed[i]));
+        }
+      } else {
+        each_stored(add_near);
       }
       const uint32_t digit = find(wanted);
-      if (pass == 0) {
-        near = digit;
-      } else {
-        prefix = prefix << width | digit;
-      }
+      prefix = prefix << width | digit;
     }
     return from_ordered_bits(prefix);
   }
@@ -345,7 +364,7 @@ struct ChooseBlock {
   EV_DEVICE void take_best(float threshold, bool is_stored) {
     const bool has_noise = row.temperature != 0.0f;
     if (threadIdx.x == 0) {
-      shared.num_candidates = 0;
+      shared.num_listed = 0;
       shared.sure = ordered_bits(-kInfinity);
     }
     __syncthreads();
@@ -371,11 +390,11 @@ struct ChooseBlock {
       }
     }
     if (largest > -kInfinity) best = larger(best, choice_key(largest, largest_token));
-    __syncthreads();  // all candidates are there
-    const uint32_t num = shared.num_candidates < kMaxCandidates ? shared.num_candidates : kMaxCandidates;
+    __syncthreads();  // all candidates are listed
+    const uint32_t num = shared.num_listed < kMaxListed ? shared.num_listed : kMaxListed;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < num; i += blockDim.x) {
-      take(shared.candidates[i], is_stored, from_ordered_bits(shared.sure));
+      take(shared.listed[i], is_stored, from_ordered_bits(shared.sure));
     }
   }
 
@@ -419,12 +438,8 @@ struct ChooseBlock {
     }
 #pragma unroll 1
     for (; candidates != 0; candidates &= candidates - 1) {
-      const uint32_t token = 8 * unit + __ffs(candidates) - 1, place = add_shared(&shared.num_candidates, 1);
-      if (place < kMaxCandidates) {
-        shared.candidates[place] = token;
-      } else {
-        take(token, is_stored, sure);
-      }
+      const uint32_t token = 8 * unit + __ffs(candidates) - 1;
+      if (!list(token)) take(token, is_stored, sure);
     }
   }
 

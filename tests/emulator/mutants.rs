@@ -374,7 +374,7 @@ pub const MUTANTS: &[Mutant] = &[
         name: "choose: no barrier after listing",
         file: "choose.cu",
         kind: Kind::Statement,
-        original: "__syncthreads();  // all candidates are there",
+        original: "__syncthreads();  // all candidates are listed",
         broken: "",
     },
     Mutant {
@@ -383,5 +383,19 @@ pub const MUTANTS: &[Mutant] = &[
         kind: Kind::Statement,
         original: "__syncthreads();  // the last fold has been read",
         broken: "",
+    },
+    Mutant {
+        name: "choose: near tokens without room are lost",
+        file: "choose.cu",
+        kind: Kind::Statement,
+        original: "each_stored(add_near);",
+        broken: "",
+    },
+    Mutant {
+        name: "choose: candidates without room are lost",
+        file: "choose.cu",
+        kind: Kind::Statement,
+        original: "if (!list(token)) take(token, is_stored, sure);",
+        broken: "list(token);",
     },
 ];
