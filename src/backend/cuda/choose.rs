@@ -97,9 +97,9 @@ impl<'a> ChooseRow<'a> {
 
 /// Chooses tokens from logits on a GPU: for each row the key that [`Sampler::choose`] gives, bit for bit.
 ///
-/// A row without filters (top-k, top-p, min-p) is read once, by several blocks. Filters take up to twelve passes
-/// of one block; penalties and bias one or two more. Rows of one call that have the same prompt and output, as
-/// slices, are cheapest beside each other: their text is counted and copied once.
+/// A row without filters (top-k, top-p, min-p), penalties and bias is read once, by several blocks. Penalties and
+/// bias take two passes more, filters three to six of one block. Rows of one call that have the same prompt and
+/// output, as slices, are cheapest beside each other: their text is counted and copied once.
 ///
 /// # Shards of a vocabulary
 ///

@@ -213,7 +213,8 @@ pub(super) fn choose(
     // - bounds: `Chooser` compared the length of the logits with rows and columns, reserved what rows, results and
     //   workspaces need, and its packer lists only tokens of the columns.
     // - aliasing: all that is written is the `Chooser`'s own; logits are borrowed until its call has ended.
-    // - lifetime: the `Chooser` waits for the kernel before it returns; its memory for the stream before it goes.
+    // - lifetime: the `Chooser` waits for the kernel; after an error, its memory and buffers of logits still wait
+    //   for the stream before they are freed.
     let queued = unsafe {
         let grid = (grid.0, grid.1, 1);
         result::launch_kernel(kernel.function, grid, (threads, 1, 1), 0, cuda.stream(), &mut parameters)
