@@ -106,7 +106,10 @@ pub(crate) fn gumbel_row(seed: u64, position: u32, tokens: &[TokenId], noise: &m
         for (i, (bits, token)) in bits.iter_mut().zip(tokens).enumerate() {
             *bits = words[(token.0 % 4) as usize][i];
         }
-        let row = bits.map(|bits| -ln(exponential(bits)) as f32);
+        let mut row = [0.0; N];
+        for (value, bits) in row.iter_mut().zip(bits) {
+            *value = -ln(exponential(bits)) as f32;
+        }
         for (((noise, value), bits), token) in noise.iter_mut().zip(row).zip(bits).zip(tokens) {
             *noise = if bits < REFINED_BELOW { gumbel(seed, position, token.0) } else { value };
         }

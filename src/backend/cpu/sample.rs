@@ -219,6 +219,7 @@ fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampling::gumbel_row;
     use proptest::prelude::*;
 
     fn logit() -> impl Strategy<Value = f32> {
@@ -266,6 +267,70 @@ mod tests {
             let same = |r: Result<ChoiceKey>| r.map_err(|e| e.to_string());
             prop_assert_eq!(same(choose(&sampler, &row, context)), same(sampler.choose(&row, context)));
         }
+    }
+
+    /// A drafter with the target's own logits, of a third of its tokens, at many positions. `noise_of` says whose
+    /// noise a column gets. Returns how often its best child was the target's token, and how often it could be.
+    fn perfect_drafts(
+        params: &SamplingParams,
+        masked: bool,
+        noise_of: impl Fn(usize, TokenId) -> TokenId,
+        shift: u32,
+    ) -> (u32, u32) {
+        let sampler = Sampler::new(params.clone()).unwrap();
+        let columns: Vec<TokenId> = (0..30).map(|i| TokenId(3 * i + i % 2)).collect();
+        let tokens: Vec<TokenId> = (0..).zip(&columns).map(|(i, token)| noise_of(i, *token)).collect();
+        let text = [5, 6, 6, 12, 31, 33].map(TokenId);
+        let mask = [0x7FFF_FFF7u32, 0x3333_3333, 0xFFFF_0FFF];
+        let (mut num_right, mut num_possible) = (0, 0);
+        for position in 0..400 {
+            let allowed = masked.then_some(&mask[..]);
+            let context = SamplingContext {
+                position,
+                prompt: &text[..2],
+                output: &text[2..4],
+                path: &text[4..],
+                allowed,
+            };
+            let row: Vec<f32> = (0..90).map(|i| ((i * 37 + position * 11) % 90) as f32 / 15.0).collect();
+            // The other tokens are impossible, so that the target's law over the columns is the drafter's.
+            let mut target = vec![f32::NEG_INFINITY; 90];
+            columns.iter().for_each(|token| target[token.0 as usize] = row[token.0 as usize]);
+            let wanted = sampler.choose(&target, context).unwrap().token();
+            let mut logits: Vec<f32> = columns.iter().map(|token| row[token.0 as usize]).collect();
+            let mut noise = vec![0.0; columns.len()];
+            gumbel_row(params.seed, position + shift, &tokens, &mut noise);
+            couple(&sampler, Coupling::default(), &mut logits, &columns, &noise, context).unwrap();
+            let mut best = Vec::new();
+            ops::top_k(&logits, 1, &mut best);
+            num_right += u32::from(columns[best[0].0 as usize] == wanted);
+            num_possible += 1;
+        }
+        (num_right, num_possible)
+    }
+
+    /// With the same noise and filters, a drafter that is as good as the target is never wrong.
+    #[test]
+    fn a_perfect_coupled_drafter_is_always_right() {
+        let base = SamplingParams { temperature: 0.9, seed: 4, ..SamplingParams::default() };
+        for params in [
+            SamplingParams { temperature: 0.0, frequency_penalty: 0.5, ..base.clone() },
+            base.clone(),
+            SamplingParams { top_k: 5, ..base.clone() },
+            SamplingParams { top_p: 0.6, min_p: 0.05, ..base.clone() },
+            SamplingParams { repetition_penalty: 2.0, presence_penalty: 1.0, ..base.clone() },
+            SamplingParams { logit_bias: vec![(TokenId(3), 4.0), (TokenId(4), -9.0)], ..base.clone() },
+        ] {
+            for masked in [false, true] {
+                let (num_right, num_possible) = perfect_drafts(&params, masked, |_, token| token, 0);
+                assert_eq!(num_right, num_possible, "{params:?}");
+            }
+        }
+        // Controls: noise by draft token, as if there were no d2t; and of the next position.
+        let (num_right, num_possible) = perfect_drafts(&base, false, |i, _| TokenId(i as u32), 0);
+        assert!(num_right < num_possible * 3 / 4, "{num_right}");
+        let (num_right, num_possible) = perfect_drafts(&base, false, |_, token| token, 1);
+        assert!(num_right < num_possible * 3 / 4, "{num_right}");
     }
 
     /// Large vocabularies, flat and peaked: where most tokens are ruled out by their bits.

@@ -204,6 +204,9 @@ fn fetch(line: *const u8) {
 }
 
 /// 32 accumulators in registers.
+///
+/// Implementations have no closures: those would not have the instruction set of the function they end up in, and
+/// where the compiler does not inline them each instruction is a call.
 trait Registers<W>: Copy {
     /// # Safety
     /// `from` holds 32 floats, and the machine has the instruction set.
@@ -226,7 +229,10 @@ trait Registers<W>: Copy {
 unsafe fn rows<W, V: Registers<W>, const R: usize>(args: Args<W>) {
     // SAFETY: all offsets are below the bounds that the caller promises.
     unsafe {
-        let mut acc: [V; R] = std::array::from_fn(|r| V::load(args.acc.add(r).cast()));
+        let mut acc = [V::load(args.acc.cast()); R];
+        for (r, acc) in acc.iter_mut().enumerate().skip(1) {
+            *acc = V::load(args.acc.add(r).cast());
+        }
         for k in 0..args.depth {
             let w = V::load_weights(args.w.add(k * PANEL));
             if let Some(prefetch) = &args.prefetch {
@@ -351,7 +357,7 @@ mod x86 {
         #[inline(always)]
         pub(super) unsafe fn floats(from: *const f32) -> Self {
             // SAFETY: the caller's 32 floats.
-            Self(std::array::from_fn(|i| unsafe { _mm512_loadu_ps(from.add(16 * i)) }))
+            unsafe { Self([_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16))]) }
         }
 
         /// # Safety
@@ -359,10 +365,14 @@ mod x86 {
         #[inline(always)]
         pub(super) unsafe fn halves(from: *const u16) -> Self {
             // SAFETY: the caller's 32 halves. A bf16 is the upper half of the f32 it stands for.
-            Self(std::array::from_fn(|i| unsafe {
-                let halves = _mm256_loadu_si256(from.add(16 * i).cast());
-                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
-            }))
+            unsafe {
+                let mut parts = [_mm512_setzero_ps(); 2];
+                for (i, part) in parts.iter_mut().enumerate() {
+                    let halves = _mm256_loadu_si256(from.add(16 * i).cast());
+                    *part = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)));
+                }
+                Self(parts)
+            }
         }
     }
 
@@ -372,7 +382,13 @@ mod x86 {
         #[inline(always)]
         pub(super) unsafe fn floats(from: *const f32) -> Self {
             // SAFETY: the caller's 32 floats.
-            Self(std::array::from_fn(|i| unsafe { _mm256_loadu_ps(from.add(8 * i)) }))
+            unsafe {
+                let mut parts = [_mm256_setzero_ps(); 4];
+                for (i, part) in parts.iter_mut().enumerate() {
+                    *part = _mm256_loadu_ps(from.add(8 * i));
+                }
+                Self(parts)
+            }
         }
 
         /// # Safety
@@ -380,10 +396,14 @@ mod x86 {
         #[inline(always)]
         pub(super) unsafe fn halves(from: *const u16) -> Self {
             // SAFETY: the caller's 32 halves.
-            Self(std::array::from_fn(|i| unsafe {
-                let halves = _mm_loadu_si128(from.add(8 * i).cast());
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
-            }))
+            unsafe {
+                let mut parts = [_mm256_setzero_ps(); 4];
+                for (i, part) in parts.iter_mut().enumerate() {
+                    let halves = _mm_loadu_si128(from.add(8 * i).cast());
+                    *part = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)));
+                }
+                Self(parts)
+            }
         }
     }
 
@@ -399,12 +419,15 @@ mod x86 {
             unsafe { W::load_avx512(from) }
         }
         #[inline(always)]
-        unsafe fn fma(self, x: f32, w: Self) -> Self {
+        unsafe fn fma(mut self, x: f32, w: Self) -> Self {
             // SAFETY: the caller has AVX-512F.
             unsafe {
                 let x = _mm512_set1_ps(x);
-                Self([0, 1].map(|i| _mm512_fmadd_ps(x, w.0[i], self.0[i])))
+                for (acc, w) in self.0.iter_mut().zip(w.0) {
+                    *acc = _mm512_fmadd_ps(x, w, *acc);
+                }
             }
+            self
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
@@ -427,12 +450,15 @@ mod x86 {
             unsafe { W::load_avx2(from) }
         }
         #[inline(always)]
-        unsafe fn fma(self, x: f32, w: Self) -> Self {
+        unsafe fn fma(mut self, x: f32, w: Self) -> Self {
             // SAFETY: the caller has AVX2 and FMA.
             unsafe {
                 let x = _mm256_set1_ps(x);
-                Self([0, 1, 2, 3].map(|i| _mm256_fmadd_ps(x, w.0[i], self.0[i])))
+                for (acc, w) in self.0.iter_mut().zip(w.0) {
+                    *acc = _mm256_fmadd_ps(x, w, *acc);
+                }
             }
+            self
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
