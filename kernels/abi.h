@@ -70,6 +70,51 @@ typedef struct EvAllReduceNorm {
   uint32_t reserved;
 } EvAllReduceNorm;
 
+/* A row of one call to choose. Lists are of the words that follow the rows: at word `text` from the first row and
+   so on. */
+typedef struct EvChooseRow {
+  uint64_t seed;
+  uint32_t position;
+  float temperature;
+  float threshold; /* tokens with a smaller z are out */
+  uint32_t top_k;  /* 0 for none; as `top_p` and `min_p` at temperature 0, or where a threshold is given */
+  float top_p;     /* 1 for none */
+  float min_p;     /* 0 for none */
+  float repetition_penalty;
+  float presence_penalty;
+  float frequency_penalty;
+  uint32_t text; /* of EvTokenCount: each token of prompt and output once */
+  uint32_t num_text;
+  uint32_t path; /* of EvTokenCount: each token of the path once, with its count in the output too */
+  uint32_t num_path;
+  uint32_t bias; /* of EvTokenBias: each token once */
+  uint32_t num_biases;
+  uint32_t mask;      /* of bits from token first_token / 32 * 32 on; 0 allows all */
+  uint32_t workspace; /* which row of EvChoose.z it has, if it needs one */
+  uint32_t reserved;
+} EvChooseRow;
+
+typedef struct EvTokenCount {
+  uint32_t token;
+  uint32_t count; /* in output and path */
+} EvTokenCount;
+
+typedef struct EvTokenBias {
+  uint32_t token;
+  float bias;
+} EvTokenBias;
+
+/* One call to choose, a row of blocks for each row. */
+typedef struct EvChoose {
+  uint64_t logits;     /* [rows, columns] */
+  uint64_t rows;       /* EvChooseRow[rows], then their lists */
+  uint64_t keys;       /* uint64_t[rows], 0 before: raised to the largest key, see ChoiceKey */
+  uint64_t thresholds; /* float[rows], written: the least z that each row's filters keep */
+  uint64_t z;          /* float[.., columns in units of eight], for rows with filters, penalties or bias */
+  uint32_t first_token;
+  uint32_t columns;
+} EvChoose;
+
 #ifdef __cplusplus
 #define EV_OFFSET(field, offset) static_assert(offsetof(EvAllReduceNorm, field) == (offset), #field)
 EV_OFFSET(slabs, 0);
@@ -96,6 +141,38 @@ EV_OFFSET(epsilon, 184);
 EV_OFFSET(static_scale, 188);
 EV_OFFSET(tag, 192);
 static_assert(sizeof(EvAllReduceNorm) == 200, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvChooseRow, field) == (offset), #field)
+EV_OFFSET(seed, 0);
+EV_OFFSET(position, 8);
+EV_OFFSET(temperature, 12);
+EV_OFFSET(threshold, 16);
+EV_OFFSET(top_k, 20);
+EV_OFFSET(top_p, 24);
+EV_OFFSET(min_p, 28);
+EV_OFFSET(repetition_penalty, 32);
+EV_OFFSET(presence_penalty, 36);
+EV_OFFSET(frequency_penalty, 40);
+EV_OFFSET(text, 44);
+EV_OFFSET(num_text, 48);
+EV_OFFSET(path, 52);
+EV_OFFSET(num_path, 56);
+EV_OFFSET(bias, 60);
+EV_OFFSET(num_biases, 64);
+EV_OFFSET(mask, 68);
+EV_OFFSET(workspace, 72);
+static_assert(sizeof(EvChooseRow) == 80, "size");
+#undef EV_OFFSET
+static_assert(sizeof(EvTokenCount) == 8 && sizeof(EvTokenBias) == 8, "size");
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvChoose, field) == (offset), #field)
+EV_OFFSET(logits, 0);
+EV_OFFSET(rows, 8);
+EV_OFFSET(keys, 16);
+EV_OFFSET(thresholds, 24);
+EV_OFFSET(z, 32);
+EV_OFFSET(first_token, 40);
+EV_OFFSET(columns, 44);
+static_assert(sizeof(EvChoose) == 48, "size");
 #undef EV_OFFSET
 #endif
 

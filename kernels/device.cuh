@@ -75,8 +75,23 @@ EV_DEVICE uint64_t clock_ns() {
   return v;
 }
 
+/// Raises a word that other blocks of this device raise too. In no order with other accesses.
+EV_DEVICE void raise_gpu(uint64_t* word, uint64_t to) {
+  atomicMax(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(to));
+}
+
+/// Raises a word of shared memory that other threads of the block raise too. Gives what it was.
+EV_DEVICE uint32_t raise_shared(uint32_t* word, uint32_t to) { return atomicMax_block(word, to); }
+
+/// Adds to a word of shared memory that other threads of the block add to. Gives what it was.
+EV_DEVICE uint32_t add_shared(uint32_t* word, uint32_t amount) { return atomicAdd_block(word, amount); }
+
 EV_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 EV_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+/// The nearest integer, of two the even one.
+EV_DEVICE uint32_t nearest_uint(float value) { return __float2uint_rn(value); }
+EV_DEVICE double bits_to_double(uint64_t bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+EV_DEVICE uint64_t double_to_bits(double value) { return static_cast<uint64_t>(__double_as_longlong(value)); }
 
 /// Two floats rounded to bf16, nearest, ties to even, NaN 0x7FFF; `low` in the low half.
 EV_DEVICE uint32_t floats_to_bf16x2(float low, float high) {
@@ -121,8 +136,23 @@ template <class T> void store_relaxed_sys(T* to, T v) { emu::store(to, v, emu::R
 EV_DEVICE void prefetch(const void*) {}
 EV_DEVICE uint64_t clock_ns() { return emu::emu_clock(); }
 
+EV_DEVICE void raise_gpu(uint64_t* word, uint64_t to) { atomicMax(word, to); }
+EV_DEVICE uint32_t raise_shared(uint32_t* word, uint32_t to) { return atomicMax_block(word, to); }
+EV_DEVICE uint32_t add_shared(uint32_t* word, uint32_t amount) { return atomicAdd_block(word, amount); }
+
 EV_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 EV_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+EV_DEVICE uint32_t nearest_uint(float value) { return uint32_t(std::llrint(value)); }
+EV_DEVICE double bits_to_double(uint64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, 8);
+  return value;
+}
+EV_DEVICE uint64_t double_to_bits(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, 8);
+  return bits;
+}
 
 EV_DEVICE uint32_t floats_to_bf16x2(float low, float high) {
   return float_to_bf16_bits(low) | uint32_t(float_to_bf16_bits(high)) << 16;

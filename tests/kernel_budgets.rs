@@ -22,6 +22,7 @@ use eagle_verify::backend::cuda::kernel_images;
 mod build_script;
 
 const COLLECTIVE: &str = "ev_all_reduce_norm_";
+const CHOOSE: &str = "ev_choose_";
 const ARCH: &str = "sm_120a";
 /// In every block, for the system; cuobjdump counts it as the kernel's.
 const RESERVED_SHARED: u32 = 1024;
@@ -53,6 +54,14 @@ const BUDGETS: [Budget; 8] = [
     Budget::new("two_shot", 8, 2600, 25, 48),
     Budget::new("hierarchical", 8, 2950, 32, 66),
 ];
+
+/// Ceilings of `choose.cu` for every type of logits. Registers and shared memory leave room for two blocks of 512
+/// threads on a multiprocessor.
+const CHOOSE_REGISTERS: u32 = 64;
+const CHOOSE_SHARED: u32 = 27_000;
+const CHOOSE_INSTRUCTIONS: u32 = 4600;
+/// One raises a row's key; the others are in shared memory, which is not counted here.
+const CHOOSE_ATOMICS: u32 = 1;
 
 impl Budget {
     const fn new(
@@ -184,24 +193,34 @@ impl Kernel {
         parse().unwrap_or_else(|| panic!("{} names no algorithm or world size", self.name))
     }
 
-    /// What is wrong with a collective.
+    /// What is wrong with a kernel.
     fn violations(&self) -> Vec<String> {
+        let mut found = self.above(&[
+            ("bytes of stack", self.stack, 0),
+            ("bytes of local memory", self.local, 0),
+            ("local loads and stores (spills)", self.spills, 0),
+            ("system fences", self.sys_fences, 0),
+        ]);
+        if self.name.starts_with(CHOOSE) {
+            found.extend(self.above(&[
+                ("registers", self.registers, CHOOSE_REGISTERS),
+                ("bytes of shared memory", self.shared, CHOOSE_SHARED),
+                ("instructions", self.instructions, CHOOSE_INSTRUCTIONS),
+                ("global atomics", self.atomics, CHOOSE_ATOMICS),
+            ]));
+            if self.loads.wide() == 0 {
+                found.push(format!("{}: no 128-bit loads", self.name));
+            }
+            return found;
+        }
         let budget = Budget::of(self);
         let (_, world) = self.algorithm_and_world();
-        let mut found = Vec::new();
-        let mut at_most = |what: &str, seen: u32, ceiling: u32| {
-            if seen > ceiling {
-                found.push(format!("{}: {seen} {what}, at most {ceiling} wanted", self.name));
-            }
-        };
-        at_most("bytes of stack", self.stack, 0);
-        at_most("bytes of local memory", self.local, 0);
-        at_most("local loads and stores (spills)", self.spills, 0);
-        at_most("system fences", self.sys_fences, 0);
-        at_most("registers", self.registers, max_registers(budget.world));
-        at_most("instructions", self.instructions, budget.instructions);
-        at_most("narrow loads", self.loads.narrow(), budget.narrow_loads);
-        at_most("narrow stores", self.stores.narrow(), budget.narrow_stores);
+        found.extend(self.above(&[
+            ("registers", self.registers, max_registers(budget.world)),
+            ("instructions", self.instructions, budget.instructions),
+            ("narrow loads", self.loads.narrow(), budget.narrow_loads),
+            ("narrow stores", self.stores.narrow(), budget.narrow_stores),
+        ]));
         for (what, accesses) in [("loads", &self.loads), ("stores", &self.stores)] {
             if accesses.wide() == 0 {
                 found.push(format!("{}: no 128-bit {what}", self.name));
@@ -211,6 +230,13 @@ impl Kernel {
             }
         }
         found
+    }
+
+    /// What is above its ceiling: (what, seen, ceiling).
+    fn above(&self, figures: &[(&str, u32, u32)]) -> Vec<String> {
+        let above = figures.iter().filter(|(_, seen, ceiling)| seen > ceiling);
+        let text = |(what, seen, ceiling)| format!("{}: {seen} {what}, at most {ceiling} wanted", self.name);
+        above.copied().map(text).collect()
     }
 
     /// Bytes that one rank sends for one row.
@@ -226,12 +252,17 @@ impl Kernel {
     }
 
     fn table_row(&self) -> String {
-        let (_, world) = self.algorithm_and_world();
-        let (wire, bound) = (self.wire_bytes(), bound_bytes(world));
-        let ratio =
-            if bound == 0 { "-".to_owned() } else { format!("{:.2}", f64::from(wire) / f64::from(bound)) };
+        let wire = if self.name.starts_with(COLLECTIVE) {
+            let (_, world) = self.algorithm_and_world();
+            let (wire, bound) = (self.wire_bytes(), bound_bytes(world));
+            let ratio =
+                if bound == 0 { "-".into() } else { format!("{:.2}", f64::from(wire) / f64::from(bound)) };
+            format!("{wire} | {bound} | {ratio}")
+        } else {
+            "- | - | -".to_owned()
+        };
         format!(
-            "| {} | {} | {} | {} | {}/{} | {}/{} | {wire} | {bound} | {ratio} |\n",
+            "| {} | {} | {} | {} | {}/{} | {}/{} | {wire} |\n",
             self.name,
             self.registers,
             self.shared,
@@ -355,22 +386,18 @@ fn kernels() -> Option<&'static [Kernel]> {
     }
 }
 
-fn collectives(kernels: &[Kernel]) -> impl Iterator<Item = &Kernel> {
-    kernels.iter().filter(|kernel| kernel.name.starts_with(COLLECTIVE))
-}
-
 #[test]
-fn collectives_keep_their_budgets() {
+fn kernels_keep_their_budgets() {
     let Some(kernels) = kernels() else { return };
-    collectives(kernels).for_each(|kernel| println!("{kernel:?}"));
-    let violations: Vec<String> = collectives(kernels).flat_map(Kernel::violations).collect();
+    kernels.iter().for_each(|kernel| println!("{kernel:?}"));
+    let violations: Vec<String> = kernels.iter().flat_map(Kernel::violations).collect();
     assert!(violations.is_empty(), "\n{}", violations.join("\n"));
 }
 
 #[test]
-fn exactly_the_collectives_of_the_plan_are_there() {
+fn exactly_the_kernels_that_rust_asks_for_are_there() {
     let Some(kernels) = kernels() else { return };
-    let mut wanted = BTreeSet::new();
+    let mut wanted = BTreeSet::from(["bf16", "f16", "f32"].map(|dtype| format!("{CHOOSE}{dtype}")));
     for (algorithm, worlds) in
         [("one_shot", &[1, 2, 4, 8][..]), ("two_shot", &[2, 4, 8]), ("hierarchical", &[8])]
     {
@@ -378,8 +405,8 @@ fn exactly_the_collectives_of_the_plan_are_there() {
             wanted.extend(["bf16", "f16"].map(|dtype| format!("{COLLECTIVE}{algorithm}_{dtype}_w{world}")));
         }
     }
-    assert_eq!(wanted.len(), 16);
-    let seen: BTreeSet<String> = collectives(kernels).map(|kernel| kernel.name.clone()).collect();
+    assert_eq!(wanted.len(), 16 + 3);
+    let seen: BTreeSet<String> = kernels.iter().map(|kernel| kernel.name.clone()).collect();
     assert_eq!(seen, wanted);
 }
 
@@ -391,7 +418,7 @@ fn the_table_is_written_on_request() {
         "| kernel | registers | shared | SASS instructions | LDG.128/STG.128 | narrow | wire bytes per row \
          | bound | ratio |\n|---|---|---|---|---|---|---|---|---|\n",
     );
-    table.extend(collectives(kernels).map(Kernel::table_row));
+    table.extend(kernels.iter().map(Kernel::table_row));
     fs::write(&path, table).unwrap();
 }
 
@@ -534,6 +561,23 @@ fn bad_samples_are_flagged() {
     );
     let narrow = sample(RESOURCES, &SASS.replace("LDG.E.128", "LDG.E"));
     assert!(narrow.violations().iter().any(|text| text.ends_with("no 128-bit loads")));
+}
+
+/// The same for the other kind of kernel.
+#[test]
+fn samples_of_choose_are_judged_by_its_own_budget() {
+    let resources = RESOURCES.replace(NAME, "ev_choose_bf16");
+    let sass = SASS.replace(NAME, "ev_choose_bf16");
+    assert_eq!(sample(&resources, &sass).violations(), [""; 0]);
+    for (good, bad, wanted) in [
+        ("REG:40", "REG:65", "registers"),
+        ("SHARED:1152", "SHARED:30000", "shared"),
+        ("STACK:0", "STACK:8", "stack"),
+    ] {
+        assert_flagged(&sample(&resources.replace(good, bad), &sass), wanted);
+    }
+    assert_flagged(&sample(&resources, &sass.replace("STG.E.64", "ATOMG.E.MAX.64")), "atomics");
+    assert_flagged(&sample(&resources, &sass.replace(".128", ".64")), "no 128-bit loads");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Calls of a group allocate nothing, once it has formed. In a process of its own, for its allocator.
+//! Calls of a group allocate nothing, once it has formed, nor do those of a chooser, once it has seen their like. In a process of its own, for its allocator.
 #![cfg(feature = "cuda")]
 
 #[path = "common/collective.rs"]
@@ -12,8 +12,11 @@ use std::time::Duration;
 
 use collective::*;
 use cuda_emulator as emulator;
+use eagle_verify::TokenId;
 use eagle_verify::backend::cpu::Cpu;
+use eagle_verify::backend::cuda::{ChooseRow, Chooser, ChooserConfig};
 use eagle_verify::comm::{Group, NormOutputs, Quantized, Rendezvous, WorldSize};
+use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
 use emulated::OnEmulator;
 use half::bf16;
 
@@ -94,6 +97,32 @@ fn calls_allocate_nothing() {
     buffers.call(group).unwrap();
     assert_eq!(count(|| (0..20).for_each(|_| buffers.call(group).unwrap())), 0);
     cuda.synchronize().unwrap();
+
+    // Choosing, with all that a row may need.
+    let params = SamplingParams {
+        temperature: 0.7,
+        top_k: 9,
+        top_p: 0.9,
+        frequency_penalty: 0.5,
+        logit_bias: vec![(TokenId(3), 1.0)],
+        ..Default::default()
+    };
+    let sampler = Sampler::new(params).unwrap();
+    let (text, allowed) = ([TokenId(1), TokenId(5), TokenId(1)], [!0]);
+    let row = |i: usize| {
+        let (prompt, output, path) = (&text[..1], &text[..2], &text[..i]);
+        let context = SamplingContext { position: 4, prompt, output, path, allowed: Some(&allowed) };
+        ChooseRow::new(&sampler, context)
+    };
+    let rows = [0, 1, 2, 3].map(row);
+    let logits = cuda.upload(&[1.0f32; 4 * 32]).unwrap();
+    let mut chooser = Chooser::<f32>::new(cuda, ChooserConfig::new(4, 32)).unwrap();
+    let mut choose = |rows| {
+        let part = logits.slice().get(0..32 * <[_]>::len(rows)).unwrap();
+        chooser.choose(part, rows).unwrap();
+    };
+    choose(&rows[..]);
+    assert_eq!(count(|| (0..20).for_each(|i| choose(&rows[..1 + i % 4]))), 0);
 
     // The control: the counter counts.
     assert!(count(|| drop(std::hint::black_box(vec![1u8; 100]))) > 0);

@@ -80,10 +80,11 @@ const BROKEN_RULES: [(&str, Rule); 5] = [
 ];
 
 /// Makes a tree from a text, whose next tokens `peek` knows.
-type Drafter = fn(&[TokenId], &mut Numbers, &dyn Fn(&[TokenId]) -> TokenId) -> DraftTree;
+type Drafter = fn(&[TokenId], &mut Numbers, Peek<'_>) -> DraftTree;
+type Peek<'a> = &'a dyn Fn(&[TokenId]) -> TokenId;
 
 /// Any tree of up to 24 nodes.
-fn random_tree(text: &[TokenId], numbers: &mut Numbers, _: &dyn Fn(&[TokenId]) -> TokenId) -> DraftTree {
+fn random_tree(text: &[TokenId], numbers: &mut Numbers, _: Peek<'_>) -> DraftTree {
     let mut tree = DraftTree::new(text[text.len() - 1]);
     for _ in 0..numbers.next_u64() % 24 {
         let parent = tree.node(numbers.next_u64() as usize % tree.len()).unwrap();
@@ -94,7 +95,7 @@ fn random_tree(text: &[TokenId], numbers: &mut Numbers, _: &dyn Fn(&[TokenId]) -
 }
 
 /// Looks at the noise: the right tokens, with wrong siblings beside them.
-fn peeking(text: &[TokenId], numbers: &mut Numbers, peek: &dyn Fn(&[TokenId]) -> TokenId) -> DraftTree {
+fn peeking(text: &[TokenId], numbers: &mut Numbers, peek: Peek<'_>) -> DraftTree {
     let mut tree = DraftTree::new(text[text.len() - 1]);
     let (mut node, mut path) = (NodeId::ROOT, Vec::new());
     for _ in 0..1 + numbers.next_u64() % 6 {
@@ -107,7 +108,7 @@ fn peeking(text: &[TokenId], numbers: &mut Numbers, peek: &dyn Fn(&[TokenId]) ->
 }
 
 /// Never the right token.
-fn always_wrong(text: &[TokenId], _: &mut Numbers, peek: &dyn Fn(&[TokenId]) -> TokenId) -> DraftTree {
+fn always_wrong(text: &[TokenId], _: &mut Numbers, peek: Peek<'_>) -> DraftTree {
     let mut tree = DraftTree::new(text[text.len() - 1]);
     let (right, mut node) = (peek(&[]), NodeId::ROOT);
     for i in 0..12 {

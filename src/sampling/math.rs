@@ -35,20 +35,20 @@ pub(crate) fn weight(z: f32, largest: f32) -> u64 {
     const COEFFICIENTS: [u64; 6] =
         [466_327, 5_469_618, 41_136_673, 238_328_358, 1_031_755_265, 2_977_043_937];
     // No term has more than 32 bits; said to the compiler, which else takes the slow product of 64 bits.
-    let times = |a: u64, b: u64| (a & 0xFFFF_FFFF) * (b & 0xFFFF_FFFF) >> 32;
+    let times = |a: u64, b: u64| ((a & 0xFFFF_FFFF) * (b & 0xFFFF_FFFF)) >> 32;
     let distance = largest - z;
     // Beyond 28 all is 0. Neither this nor infinities (which leave a NaN) get through.
     let distance = if distance < 31.0 { distance } else { 31.0 };
     // An integer of 2^-26, to the nearest, at ties the even one: after adding 2^52 it is in the lowest bits.
     let units = (f64::from(distance) * 67_108_864.0 + 4_503_599_627_370_496.0).to_bits() & 0xFFFF_FFFF;
-    let exponent = units * LOG2_E >> 31;
-    let fraction = exponent << 6 & 0xFFFF_FFFF; // of 2^-32
+    let exponent = (units * LOG2_E) >> 31;
+    let fraction = (exponent << 6) & 0xFFFF_FFFF; // of 2^-32
     let mut series = 0;
     for coefficient in COEFFICIENTS {
         series = coefficient - times(series, fraction);
     }
     let power = (1 << 32) - times(series, fraction); // 2^-fraction of 2^-32
-    let weight = power << 8 >> (exponent >> 26);
+    let weight = (power << 8) >> (exponent >> 26);
     if z == largest { LARGEST_WEIGHT } else { weight }
 }
 

@@ -46,7 +46,23 @@ impl ChoiceKey {
     pub fn score(self) -> f32 {
         from_ordered_bits((self.0 >> 32) as u32)
     }
+
+    /// The key of a row, combined from all its parts, or what is wrong with the row.
+    ///
+    /// Parts of a row that are worked on apart, such as vocabulary shards on GPUs, report a NaN by a key above
+    /// those of all scores: the largest key is then that of the row's first NaN. A part without any token above
+    /// negative infinity has key 0.
+    ///
+    /// # Errors
+    /// *Fault* when the row holds a NaN, or no token above negative infinity.
+    pub fn checked(self) -> Result<Self> {
+        if self.0 >> 32 >= FIRST_NAN { Err(nan_logit(self.token())) } else { reject_masked(self) }
+    }
 }
+
+/// Where scores end and NaNs begin in the high half of a key: first those that penalties and bias have made, then
+/// those of the logits themselves.
+const FIRST_NAN: u64 = 0xFFFF_FFFE;
 
 /// Bits that compare as their numbers do.
 #[inline(always)]
@@ -107,6 +123,22 @@ mod tests {
         }
         // The control: one finite value is enough.
         assert!(choose(&[f32::NEG_INFINITY, f32::MIN]).is_ok());
+    }
+
+    #[test]
+    fn keys_say_what_is_wrong_with_their_row() {
+        let nan = |high: u64, token: u32| ChoiceKey(high << 32 | u64::from(!token));
+        let best = choose(&[1.0, f32::INFINITY]).unwrap();
+        assert_eq!(best.checked().unwrap(), best);
+        for (key, wanted) in [
+            (nan(0xFFFF_FFFF, 7).max(nan(0xFFFF_FFFF, 9)).max(best), "NaN at token 7"),
+            (nan(0xFFFF_FFFE, 3).max(best), "NaN at token 3"),
+            (nan(0xFFFF_FFFE, 3).max(nan(0xFFFF_FFFF, 7)), "NaN at token 7"),
+            (ChoiceKey::default(), "a token above negative infinity"),
+            (ChoiceKey::new(f32::NEG_INFINITY, TokenId(0)), "a token above negative infinity"),
+        ] {
+            assert!(key.checked().unwrap_err().to_string().contains(wanted), "{key:?}");
+        }
     }
 
     proptest! {

@@ -47,6 +47,12 @@ impl Default for SamplingParams {
     }
 }
 
+impl SamplingParams {
+    pub(crate) fn has_penalty(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+}
+
 /// Where in a request's text a token is drawn.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingContext<'a> {
@@ -162,9 +168,7 @@ impl Sampler {
     ) -> Result<()> {
         let SamplingContext { prompt, output, path, allowed, .. } = context;
         let params = &self.params;
-        let has_penalty = params.repetition_penalty != 1.0
-            || params.presence_penalty != 0.0
-            || params.frequency_penalty != 0.0;
+        let has_penalty = params.has_penalty();
         if !has_penalty && params.logit_bias.is_empty() && allowed.is_none() {
             return Ok(());
         }

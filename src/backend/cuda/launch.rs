@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::mem::offset_of;
 
+use bytemuck::{Pod, Zeroable};
 use cudarc::driver::result;
 
 use super::context::{Cuda, Kernel};
@@ -74,6 +75,74 @@ const _: () = {
     assert!(size_of::<AllReduceNorm>() == 200);
 };
 
+/// `EvChooseRow`. What is 0, 1 for `top_p`, is not done.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+pub(super) struct ChooseRow {
+    pub(super) seed: u64,
+    pub(super) position: u32,
+    pub(super) temperature: f32,
+    pub(super) threshold: f32,
+    pub(super) top_k: u32,
+    pub(super) top_p: f32,
+    pub(super) min_p: f32,
+    pub(super) repetition_penalty: f32,
+    pub(super) presence_penalty: f32,
+    pub(super) frequency_penalty: f32,
+    pub(super) text: u32,
+    pub(super) num_text: u32,
+    pub(super) path: u32,
+    pub(super) num_path: u32,
+    pub(super) bias: u32,
+    pub(super) num_biases: u32,
+    pub(super) mask: u32,
+    pub(super) workspace: u32,
+    pub(super) reserved: u32,
+}
+
+/// `EvChoose`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Choose {
+    pub(super) logits: u64,
+    pub(super) rows: u64,
+    pub(super) keys: u64,
+    pub(super) thresholds: u64,
+    pub(super) z: u64,
+    pub(super) first_token: u32,
+    pub(super) columns: u32,
+}
+
+const _: () = {
+    assert!(offset_of!(ChooseRow, seed) == 0);
+    assert!(offset_of!(ChooseRow, position) == 8);
+    assert!(offset_of!(ChooseRow, temperature) == 12);
+    assert!(offset_of!(ChooseRow, threshold) == 16);
+    assert!(offset_of!(ChooseRow, top_k) == 20);
+    assert!(offset_of!(ChooseRow, top_p) == 24);
+    assert!(offset_of!(ChooseRow, min_p) == 28);
+    assert!(offset_of!(ChooseRow, repetition_penalty) == 32);
+    assert!(offset_of!(ChooseRow, presence_penalty) == 36);
+    assert!(offset_of!(ChooseRow, frequency_penalty) == 40);
+    assert!(offset_of!(ChooseRow, text) == 44);
+    assert!(offset_of!(ChooseRow, num_text) == 48);
+    assert!(offset_of!(ChooseRow, path) == 52);
+    assert!(offset_of!(ChooseRow, num_path) == 56);
+    assert!(offset_of!(ChooseRow, bias) == 60);
+    assert!(offset_of!(ChooseRow, num_biases) == 64);
+    assert!(offset_of!(ChooseRow, mask) == 68);
+    assert!(offset_of!(ChooseRow, workspace) == 72);
+    assert!(size_of::<ChooseRow>() == 80);
+    assert!(offset_of!(Choose, logits) == 0);
+    assert!(offset_of!(Choose, rows) == 8);
+    assert!(offset_of!(Choose, keys) == 16);
+    assert!(offset_of!(Choose, thresholds) == 24);
+    assert!(offset_of!(Choose, z) == 32);
+    assert!(offset_of!(Choose, first_token) == 40);
+    assert!(offset_of!(Choose, columns) == 44);
+    assert!(size_of::<Choose>() == 48);
+};
+
 /// The instances of `all_reduce_norm.cu` that a group may launch.
 #[derive(Clone, Debug)]
 pub(super) struct AllReduceKernels(Vec<(Algorithm, Kernel)>);
@@ -127,6 +196,30 @@ impl AllReduceKernels {
         };
         cuda.check("cuLaunchKernel", queued)
     }
+}
+
+/// Queues a call of `choose.cu`: so many blocks for each row, and rows.
+pub(super) fn choose(
+    cuda: &Cuda,
+    kernel: Kernel,
+    grid: (u32, u32),
+    threads: u32,
+    arguments: &mut Choose,
+) -> Result<()> {
+    cuda.bind()?;
+    let mut parameters = [std::ptr::from_mut(arguments).cast::<c_void>()];
+    // SAFETY:
+    // - layout: `Choose` is the kernel's only parameter and `ChooseRow` what its rows are (the offsets above).
+    // - bounds: `Chooser` compared the length of the logits with rows and columns, reserved what rows, results and
+    //   workspaces need, and its packer lists only tokens of the columns.
+    // - aliasing: all that is written is the `Chooser`'s own; logits are borrowed until its call has ended.
+    // - lifetime: the `Chooser` waits for the kernel; after an error, its memory and buffers of logits still wait
+    //   for the stream before they are freed.
+    let queued = unsafe {
+        let grid = (grid.0, grid.1, 1);
+        result::launch_kernel(kernel.function, grid, (threads, 1, 1), 0, cuda.stream(), &mut parameters)
+    };
+    cuda.check("cuLaunchKernel", queued)
 }
 
 fn symbol<T: Element>(algorithm: Algorithm, world: usize) -> String {

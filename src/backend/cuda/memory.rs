@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 pub(super) struct Memory {
     pub(super) cuda: Cuda,
     pub(super) address: u64,
+    bytes: usize,
 }
 
 impl Memory {
@@ -22,16 +23,58 @@ impl Memory {
     pub(super) fn new(cuda: &Cuda, bytes: usize, fill: u8) -> Result<Self> {
         cuda.bind()?;
         if bytes == 0 {
-            return Ok(Self { cuda: cuda.clone(), address: 0 });
+            return Ok(Self { cuda: cuda.clone(), address: 0, bytes });
         }
         // SAFETY: filled below before anyone reads it.
         let address = cuda.check("cuMemAlloc", unsafe { result::malloc_sync(bytes) })?;
-        let memory = Self { cuda: cuda.clone(), address };
+        let memory = Self { cuda: cuda.clone(), address, bytes };
         // SAFETY: the memory has `bytes` bytes, and any bytes are fine for its users.
         let filled = unsafe { result::memset_d8_async(address, fill, bytes, cuda.stream()) };
         cuda.check("cuMemsetD8Async", filled)?;
         cuda.synchronize()?;
         Ok(memory)
+    }
+
+    /// Makes it `bytes` bytes at least. What it held is lost if that takes other memory.
+    pub(super) fn reserve(&mut self, bytes: usize) -> Result<()> {
+        if bytes > self.bytes {
+            *self = Self::new(&self.cuda, bytes.next_power_of_two(), 0)?;
+        }
+        Ok(())
+    }
+
+    /// Queues a copy of `data` to its start; `data` is free when this returns.
+    pub(super) fn queue_write<T: Pod>(&mut self, data: &[T]) -> Result<()> {
+        self.expect_room(size_of_val(data))?;
+        self.cuda.bind()?;
+        // SAFETY: there is room for `data`. The driver has read pageable memory when it returns.
+        let copy = unsafe { result::memcpy_htod_async(self.address, data, self.cuda.stream()) };
+        self.cuda.check("cuMemcpyHtoDAsync", copy)
+    }
+
+    /// Queues zeros for its first `bytes` bytes.
+    pub(super) fn queue_zeros(&mut self, bytes: usize) -> Result<()> {
+        self.expect_room(bytes)?;
+        self.cuda.bind()?;
+        // SAFETY: there are so many bytes.
+        let filled = unsafe { result::memset_d8_async(self.address, 0, bytes, self.cuda.stream()) };
+        self.cuda.check("cuMemsetD8Async", filled)
+    }
+
+    /// Copies what is at its start after all that was queued.
+    pub(super) fn queue_read<T: Pod>(&self, data: &mut [T]) -> Result<()> {
+        self.expect_room(size_of_val(data))?;
+        self.cuda.bind()?;
+        // SAFETY: there are so many bytes. The driver has written pageable memory when it returns.
+        let copy = unsafe { result::memcpy_dtoh_async(data, self.address, self.cuda.stream()) };
+        self.cuda.check("cuMemcpyDtoHAsync", copy)
+    }
+
+    fn expect_room(&self, bytes: usize) -> Result<()> {
+        if bytes <= self.bytes {
+            return Ok(());
+        }
+        Err(Error::misuse("device memory", format!("at most {} bytes", self.bytes), bytes))
     }
 }
 

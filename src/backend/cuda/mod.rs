@@ -1,4 +1,4 @@
-//! The CUDA backend: devices, streams and memory, and the collectives' kernels.
+//! The CUDA backend: devices, streams and memory, the collectives' kernels, and the choice of tokens.
 //!
 //! A [`Cuda`] value is a device with a stream of its own. Nothing falls back: a machine without a driver, or a
 //! build without nvcc, is an [`Error`](crate::Error) that says so.
@@ -7,6 +7,7 @@
 //! an emulator on every change.
 #![allow(unsafe_code)]
 
+mod choose;
 mod context;
 mod group;
 mod launch;
@@ -22,6 +23,7 @@ mod images {
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
 
+pub use choose::{ChooseRow, Chooser, ChooserConfig, Logit};
 pub use context::{Cuda, Graph};
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
 
