@@ -196,6 +196,9 @@ fn control_broken_rules_change_the_text() {
 
 // ---- the exact law
 
+/// What a step emits; nothing if its script has too few coins.
+type Emitted = Option<Vec<TokenId>>;
+
 /// Coins and probabilities are in units of its inverse.
 const COIN: u64 = 4;
 /// Of three coins, and three more tokens.
@@ -239,12 +242,7 @@ fn trees(vocab: u32) -> impl Iterator<Item = DraftTree> {
 ///
 /// `step` maps a tree and a script of coins, each below `COIN`, to what is emitted so far; it asks for a coin by
 /// returning `None`.
-fn law(
-    tree: &DraftTree,
-    vocab: usize,
-    salt: u64,
-    step: &dyn Fn(&DraftTree, &[u64]) -> Option<Vec<TokenId>>,
-) -> Vec<u64> {
+fn law(tree: &DraftTree, vocab: usize, salt: u64, step: &dyn Fn(&DraftTree, &[u64]) -> Emitted) -> Vec<u64> {
     let mut law = vec![0; vocab.pow(3)];
     let mut scripts: Vec<Vec<u64>> = vec![vec![]];
     while let Some(script) = scripts.pop() {
@@ -285,7 +283,7 @@ fn by_coin(weights: &[u64], mut coin: u64) -> TokenId {
 }
 
 /// This crate's walk, a coin for each node that it reaches.
-fn walked(tree: &DraftTree, vocab: usize, salt: u64, script: &[u64]) -> Option<Vec<TokenId>> {
+fn walked(tree: &DraftTree, vocab: usize, salt: u64, script: &[u64]) -> Emitted {
     let (batch, mut verdict) = (entry(tree, 1), Verdict::new());
     let (mut coins, mut is_short) = (script.iter(), false);
     verdict.walk(&batch.entries()[0], OutputLimits { num_remaining: 3, ..LIMITS }, |node| {
@@ -309,13 +307,7 @@ struct Defects {
 
 /// The rule of other engines: siblings first along the distribution function, then what they leave. The same law,
 /// if it is done right.
-fn siblings_first(
-    tree: &DraftTree,
-    vocab: usize,
-    salt: u64,
-    script: &[u64],
-    defects: Defects,
-) -> Option<Vec<TokenId>> {
+fn siblings_first(tree: &DraftTree, vocab: usize, salt: u64, script: &[u64], defects: Defects) -> Emitted {
     let (mut node, mut path, mut coins) = (NodeId::ROOT, Vec::new(), script.iter());
     while path.len() < 3 {
         let mut weights = quarters(&path, vocab, salt);
@@ -352,7 +344,7 @@ fn siblings_first(
 }
 
 /// The largest difference to the target's law, of `ONE`, over all trees over three tokens and some over four.
-fn law_error(step: fn(&DraftTree, usize, u64, &[u64]) -> Option<Vec<TokenId>>) -> u64 {
+fn law_error(step: fn(&DraftTree, usize, u64, &[u64]) -> Emitted) -> u64 {
     let mut worst = 0;
     for (vocab, stride, salts) in [(3, 1, 0..3), (4, 97, 5..6)] {
         for salt in salts {
