@@ -478,11 +478,11 @@ EV_DEVICE void choose(const EvChoose& a) {
 
 }  // namespace ev
 
-#define EV_DEFINE_CHOOSE(suffix, ...)                                            \
-  extern "C" __global__ void __launch_bounds__(512, 2)                              \
-      ev_choose_##suffix(const __grid_constant__ EvChoose a) {                   \
-    ev::choose<__VA_ARGS__>(a);                                                  \
-  }                                                                              \
+#define EV_DEFINE_CHOOSE(suffix, ...)                                    \
+  extern "C" __global__ void __launch_bounds__(ev::kMaxChooseThreads, 2) \
+      ev_choose_##suffix(const __grid_constant__ EvChoose a) {           \
+    ev::choose<__VA_ARGS__>(a);                                          \
+  }                                                                      \
   EV_KERNEL(ev_choose_##suffix)
 
 EV_DEFINE_CHOOSE(bf16, ev::Halves<ev::Bf16>)

@@ -146,6 +146,11 @@ impl<B: Backend> Speculator<B> {
         }
         let sampler = Sampler::new(options.sampling.clone())?;
         options.coupling.check()?;
+        let num_alternatives = options.log_probs.unwrap_or(0);
+        if num_alternatives > RequestOptions::MAX_ALTERNATIVES {
+            let wanted = format!("at most {} alternatives", RequestOptions::MAX_ALTERNATIVES);
+            return Err(Error::misuse("log-probabilities", wanted, num_alternatives));
+        }
         let free = self.requests.iter().position(Option::is_none);
         let slot = free.ok_or_else(|| {
             Error::fault("requests", format_args!("at most {}", self.config.max_requests), "one more")
@@ -278,8 +283,8 @@ impl<B: Backend> Speculator<B> {
 
     /// As [`propose`](Self::propose), with drafts that a grammar allows.
     ///
-    /// `masks(request, path, mask)` is asked for each node that gets children: which tokens may follow the request's
-    /// committed tokens and the drafts of `path`. It clears bits of `mask`, `[vocab / 32, rounded up]`, lowest bit
+    /// `masks(request, path, mask)` is asked for each node that the draft model runs, also those that the tree leaves
+    /// out in the end: which tokens may follow the request's committed tokens and the drafts of `path`. It clears bits of `mask`, `[vocab / 32, rounded up]`, lowest bit
     /// first, all set before; or returns false if there is no restriction. It only saves drafts that
     /// [`accept_masked`](Self::accept_masked) would refuse: that call decides.
     ///

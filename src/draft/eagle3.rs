@@ -91,8 +91,8 @@ impl DraftBudget {
 pub struct Coupling {
     /// `s`, from 0 (the classical tree, which does not see the noise) to 1.
     pub noise_scale: f32,
-    /// `tau`, above 0: larger values trust the draft model less. It decides between nodes, not between the children
-    /// of one.
+    /// `tau`, from 1e-3 to 1e3: larger values trust the draft model less. It decides between nodes, not between the
+    /// children of one.
     pub confidence_temperature: f32,
 }
 
@@ -105,8 +105,9 @@ impl Coupling {
         if !(0.0..=1.0).contains(&noise_scale) {
             return Err(Error::misuse("noise scale", "from 0 to 1", noise_scale));
         }
-        if !(confidence_temperature > 0.0 && confidence_temperature.is_finite()) {
-            return Err(Error::misuse("confidence temperature", "above 0", confidence_temperature));
+        if !(1e-3..=1e3).contains(&confidence_temperature) {
+            let wanted = "from 0.001 to 1000";
+            return Err(Error::misuse("confidence temperature", wanted, confidence_temperature));
         }
         Ok(())
     }

@@ -19,26 +19,27 @@ pub struct TokenLogProb {
 
 impl TokenLogProb {
     /// Of `token` in a row of logits, `[vocab]`, with the `count` likeliest tokens. The sum is in f64; a backend's
-    /// own is within 1e-4 of it. A logit that is NaN or infinite makes it NaN.
+    /// own is within 1e-4 of it. A logit that is NaN or +infinity makes it NaN.
     pub fn new(logits: &[f32], token: TokenId, count: usize) -> Self {
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|logit| (f64::from(*logit) - f64::from(largest)).exp()).sum();
-        let normaliser = f64::from(largest) + sum.ln();
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         order.sort_by_key(|id| Reverse(ChoiceKey::new(logits[*id as usize], TokenId(*id))));
         order.truncate(count);
-        Self::from_parts(logits, token, normaliser as f32, order.into_iter())
+        Self::from_parts(logits, token, (largest, sum.ln() as f32), order.into_iter())
     }
 
-    /// From the logarithm of the sum of exponentials, and the likeliest tokens in order.
+    /// From the largest logit, the logarithm of the sum of exponentials of distances to it, and the likeliest tokens
+    /// in order.
     pub(crate) fn from_parts(
         logits: &[f32],
         token: TokenId,
-        normaliser: f32,
+        (largest, ln_sum): (f32, f32),
         best: impl Iterator<Item = u32>,
     ) -> Self {
         let logit = logits.get(token.0 as usize).copied().unwrap_or(f32::NAN);
-        let log_prob = |logit: f32| if logit > normaliser { 0.0 } else { logit - normaliser };
+        // The difference first: logits may be much larger than it.
+        let log_prob = |logit: f32| (logit - largest) - ln_sum;
         Self {
             log_prob: log_prob(logit),
             rank: 1 + logits.iter().filter(|other| **other > logit).count(),
@@ -61,6 +62,9 @@ mod tests {
         let ids: Vec<u32> = of(0, 4).alternatives.iter().map(|(token, _)| token.0).collect();
         assert_eq!(ids, [3, 1, 0, 2]);
         assert_eq!(of(0, 9).alternatives.len(), 5);
+        for large in [1e4, 3e7] {
+            assert!((TokenLogProb::new(&[large; 2], TokenId(1), 0).log_prob - 0.5f32.ln()).abs() < 1e-6);
+        }
         assert!(TokenLogProb::new(&[0.0, f32::NAN], TokenId(0), 1).log_prob.is_nan());
         assert_eq!(TokenLogProb::new(&[5.0], TokenId(0), 1).log_prob, 0.0);
     }

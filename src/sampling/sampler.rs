@@ -10,7 +10,7 @@ use crate::tree::TokenId;
 /// The default is temperature 0 with nothing else: the most likely token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// What logits are divided by; 0 takes the largest.
+    /// What logits are divided by, from 1e-6 to 1e6; 0 takes the largest.
     pub temperature: f32,
     /// Keeps the tokens with the `top_k` largest logits, and those that equal the last of them; 0 keeps all.
     pub top_k: usize,
@@ -27,7 +27,8 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// Added to the logits of some tokens; the last entry of a token counts.
     pub logit_bias: Vec<(TokenId, f32)>,
-    /// The key of the request's noise. Two requests with one seed and one text go on alike.
+    /// The key of the request's noise. Two requests with one seed and one text go on alike, so several samples of
+    /// one prompt need a seed each.
     pub seed: u64,
 }
 
@@ -56,7 +57,8 @@ impl SamplingParams {
 /// Where in a request's text a token is drawn.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingContext<'a> {
-    /// The index of the token in the whole text: prompt, output and, in a tree, drafted tokens on the path count.
+    /// The index of the token in the whole text: prompt, output and, in a tree, drafted tokens on the path count. It
+    /// alone keys the noise: the texts below are looked at for penalties only, and may be left empty without.
     pub position: u32,
     /// The prompt.
     pub prompt: &'a [TokenId],
@@ -84,6 +86,8 @@ pub struct SamplingContext<'a> {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sampler {
     params: SamplingParams,
+    /// One for each token, ascending.
+    biases: Vec<(TokenId, f32)>,
 }
 
 impl Sampler {
@@ -91,13 +95,14 @@ impl Sampler {
     ///
     /// # Errors
     /// *Misuse* when one is out of its range: it says which.
-    pub fn new(params: SamplingParams) -> Result<Self> {
+    pub fn new(mut params: SamplingParams) -> Result<Self> {
         let check = |name: &'static str, value: f32, is_good: bool, wanted: &str| {
             if is_good { Ok(()) } else { Err(Error::misuse(name, wanted, value)) }
         };
         let p = &params;
         let is_positive = |x: f32| x > 0.0 && x.is_finite();
-        check("temperature", p.temperature, p.temperature >= 0.0 && p.temperature.is_finite(), "0 or more")?;
+        let is_temperature = p.temperature == 0.0 || (1e-6..=1e6).contains(&p.temperature);
+        check("temperature", p.temperature, is_temperature, "0, or from 1e-6 to 1e6")?;
         check("top_p", p.top_p, p.top_p > 0.0 && p.top_p <= 1.0, "above 0, at most 1")?;
         check("min_p", p.min_p, (0.0..=1.0).contains(&p.min_p), "from 0 to 1")?;
         check("repetition_penalty", p.repetition_penalty, is_positive(p.repetition_penalty), "above 0")?;
@@ -110,12 +115,22 @@ impl Sampler {
                 return Err(Error::misuse(name, "a number, or negative infinity", bias));
             }
         }
-        Ok(Self { params })
+        params.min_p += 0.0; // -0.0 is in its range too
+        let mut biases = params.logit_bias.clone();
+        biases.reverse(); // the last entry of a token counts
+        biases.sort_by_key(|(token, _)| *token);
+        biases.dedup_by_key(|(token, _)| *token);
+        Ok(Self { params, biases })
     }
 
     /// The parameters.
     pub fn params(&self) -> &SamplingParams {
         &self.params
+    }
+
+    /// The bias of each token that has one, ascending.
+    pub(crate) fn biases(&self) -> &[(TokenId, f32)] {
+        &self.biases
     }
 
     /// Whether it takes the largest logit as it is, wherever in a text.
@@ -129,8 +144,9 @@ impl Sampler {
     /// # Order and rounding
     ///
     /// In f32: repetition penalty, then `frequency * count` and presence penalty, each subtracted, then bias; the
-    /// mask. At temperature 0 the largest wins. Else `z = logit / temperature`, finite if the logit is; `top_k` and `min_p` look at all
-    /// tokens, `top_p` at those that are left; the key's score is `z + gumbel(seed, position, token)`, rounded.
+    /// mask. At temperature 0 the largest wins. Else `z = logit / temperature`, finite if the logit is; `top_k` and
+    /// `min_p` look at all tokens, `top_p` at those that are left; the key's score is
+    /// `z + gumbel(seed, position, token)`, rounded.
     ///
     /// Probabilities are only compared: a token's weight is `exp(z - largest z)` as an integer in units of 2^-40,
     /// so that sums have no order. Tokens with equal `z` are kept or dropped together.
@@ -201,11 +217,8 @@ impl Sampler {
                 }
             });
         }
-        for (i, (token, bias)) in params.logit_bias.iter().enumerate() {
-            let is_last = params.logit_bias[i + 1..].iter().all(|(other, _)| other != token);
-            if let Some(logit) = columns.find(*token).and_then(|column| logits.get_mut(column))
-                && is_last
-            {
+        for (token, bias) in &self.biases {
+            if let Some(logit) = columns.find(*token).and_then(|column| logits.get_mut(column)) {
                 *logit += bias;
             }
         }
@@ -458,8 +471,10 @@ mod tests {
         assert_eq!(support(&sampler(|p| p.temperature = 1e-6), &logits, EMPTY), [47]);
         assert_eq!(support(&sampler(|p| p.temperature = 1e6), &logits, EMPTY).len(), 50);
         type Change = fn(&mut SamplingParams);
-        let bad: [Change; 9] = [
+        let bad: [Change; 11] = [
             |p| p.temperature = -1.0,
+            |p| p.temperature = f32::MIN_POSITIVE, // all scores would be infinite
+            |p| p.temperature = 2e6,
             |p| p.temperature = f32::NAN,
             |p| p.top_p = 0.0,
             |p| p.top_p = 1.1,

@@ -24,8 +24,14 @@ pub struct RequestOptions {
     /// The last so many tokens of the prompt are output of an earlier admission: a request that was preempted
     /// comes back with its prompt and output as the prompt, and goes on with the text it would have had.
     pub num_prior_outputs: usize,
-    /// Reports each emitted token's log-probability and rank, and this many of the likeliest tokens.
+    /// Reports each emitted token's log-probability and rank, and this many of the likeliest tokens, at most
+    /// [`MAX_ALTERNATIVES`](Self::MAX_ALTERNATIVES).
     pub log_probs: Option<usize>,
+}
+
+impl RequestOptions {
+    /// The most that `log_probs` may ask for.
+    pub const MAX_ALTERNATIVES: usize = 128;
 }
 
 impl Default for RequestOptions {

@@ -318,15 +318,15 @@ impl CpuHead {
                 let context = text.context(&work.path, is_masked.then_some(&work.mask));
                 let coupled =
                     couple(&text.sampler, text.coupling, logits, vocab.tokens(), &work.noise, context);
-                let normaliser = log_sum_exp(logits);
-                if coupled.is_err() || normaliser.is_nan() {
+                let (largest, ln_sum) = log_sum_exp(logits);
+                if coupled.is_err() || ln_sum.is_nan() {
                     continue; // no drafts here: the target will say what is wrong with its features
                 }
                 top_k(logits, budget.width(), &mut work.best);
                 let children = work
                     .best
                     .iter()
-                    .map(|&(draft, logit)| (vocab.tokens()[draft as usize], (logit - normaliser).min(0.0)));
+                    .map(|&(draft, logit)| (vocab.tokens()[draft as usize], (logit - largest) - ln_sum));
                 pool.expand(rank, children);
             }
         }

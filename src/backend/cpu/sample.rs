@@ -1,4 +1,4 @@
-//! [`Sampler::choose`], fast: no sort, no allocation after the first row, and almost no logarithms.
+//! [`Sampler::choose`], fast: no sort, memory that is kept, and almost no logarithms.
 //!
 //! A token's noise is at most `-ln` of its uniform bits' highest power of two, so nearly all tokens are ruled out
 //! by their bits alone: noise is worked out for a few dozen of a vocabulary. Filters find their threshold by
@@ -236,7 +236,7 @@ mod tests {
             temperature in prop_oneof![Just(0.0f32), Just(1e-6), 0.1f32..2.0, Just(1e6)],
             top_k in prop_oneof![Just(0usize), 0usize..60],
             top_p in prop_oneof![Just(1.0f32), 0.01f32..1.0],
-            min_p in prop_oneof![Just(0.0f32), 0.0f32..1.0],
+            min_p in prop_oneof![Just(0.0f32), Just(-0.0), 0.0f32..1.0],
             penalty in prop_oneof![Just((1.0f32, 0.0f32)), (0.5f32..2.0, -1.0f32..1.0)],
             bias in prop::collection::vec((0u32..300, -3.0f32..3.0), 0..4),
             seed in any::<u64>(),

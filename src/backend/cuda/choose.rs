@@ -98,7 +98,8 @@ impl<'a> ChooseRow<'a> {
 /// Chooses tokens from logits on a GPU: for each row the key that [`Sampler::choose`] gives, bit for bit.
 ///
 /// A row without filters (top-k, top-p, min-p), penalties and bias is read once, by several blocks. Penalties and
-/// bias take two passes more, filters three to six of one block. Rows of one call that have the same prompt and
+/// bias take two passes more; filters three to six, of one block (more where thousands of tokens are within a 64th
+/// of the threshold). Rows of one call that have the same prompt and
 /// output, as slices, are cheapest beside each other: their text is counted and copied once.
 ///
 /// # Shards of a vocabulary
@@ -110,7 +111,7 @@ impl<'a> ChooseRow<'a> {
 ///
 /// # Memory
 ///
-/// 12 bytes for a row. Rows with filters, penalties or bias need four bytes for each column, and text, bias and
+/// 92 bytes for a row. Rows with filters, penalties or bias need four bytes for each column, and text, bias and
 /// masks what they have: a call that has more of these than any before allocates, and so waits for the device.
 #[derive(Debug)]
 pub struct Chooser<T> {
@@ -207,7 +208,7 @@ impl<T: Logit> Chooser<T> {
     }
 
     /// The least logit over temperature that each row's filters kept in the last call: negative infinity for a
-    /// row without filters. Of no use where the row's key is an error. None after a call that failed.
+    /// row without filters or at temperature 0, and what was given where it was given. Of no use where the row's key is an error. None after a call that failed.
     pub fn thresholds(&self) -> &[f32] {
         let words = &self.words[self.num_rows..result_words(self.num_rows)];
         &bytemuck::cast_slice(words)[..self.num_rows]

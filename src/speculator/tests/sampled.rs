@@ -1,7 +1,7 @@
 //! Sampling at any temperature: the text is that of plain decoding with the same seed.
 
 use super::*;
-use crate::sampling::{Sampler, SamplingContext, SamplingParams, TokenLogProb};
+use crate::sampling::{Sampler, SamplingContext, SamplingParams, TokenLogProb, gumbel};
 
 fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
     let mut params = SamplingParams { temperature: 1.0, seed: 99, ..SamplingParams::default() };
@@ -120,6 +120,8 @@ fn a_changing_batch_changes_no_sampled_text() {
 fn bad_parameters_are_refused_at_admission() {
     let mut s = speculator(1);
     let bad = with(&sampling(|p| p.top_p = 0.0), DraftBudget::NONE, 1);
+    assert_eq!(s.admit(RequestId(1), bad).unwrap_err().kind(), ErrorKind::Misuse);
+    let bad = RequestOptions { log_probs: Some(129), ..options(1, DraftBudget::NONE) };
     assert_eq!(s.admit(RequestId(1), bad).unwrap_err().kind(), ErrorKind::Misuse);
     s.admit(RequestId(1), options(1, DraftBudget::NONE)).unwrap();
 }
@@ -325,6 +327,97 @@ fn emitted_tokens_come_with_their_log_probabilities() {
     assert!(seen.iter().any(|seen| seen.rank > 1), "something was sampled");
 }
 
+/// The draft tokens, and the head of the toy.
+fn draft_tokens() -> Vec<TokenId> {
+    let files = toy::head_files(7);
+    let head = Eagle3Checkpoint::from_bytes(&files.config_bytes(), &files.tensor_bytes(), TARGET).unwrap();
+    head.vocab().tokens().to_vec()
+}
+
+/// Checks each node of a tree that has children: `best(path)` says what its first child must be.
+fn assert_first_children(entry: &BatchEntry, best: impl Fn(&[TokenId]) -> Vec<TokenId>) -> usize {
+    let (tree, mut num_checked) = (entry.tree(), 0);
+    for node in tree.nodes() {
+        if let Some(child) = tree.children(node).next() {
+            let path: Vec<TokenId> = tree.ancestors(node).iter().skip(1).map(|i| tree.tokens()[i]).collect();
+            let best = best(&path);
+            assert!(
+                best.contains(&tree.token(child)),
+                "after {path:?}: {:?} not in {best:?}",
+                tree.token(child)
+            );
+            num_checked += 1;
+        }
+    }
+    num_checked
+}
+
+/// At a temperature of a million only noise counts: every node's first child must be the draft token with the most,
+/// at the child's own position, under the request's own seed.
+#[test]
+fn drafts_follow_the_targets_noise() {
+    let columns = draft_tokens();
+    let mut s = speculator(3);
+    let mut ids = Vec::new();
+    for (id, noise_scale) in [(0, 1.0), (1, 1.0), (2, 0.0)] {
+        let params = sampling(|p| (p.temperature, p.seed) = (1e6, 70 + id));
+        let coupling = Coupling { noise_scale, ..Coupling::default() };
+        let budget = DraftBudget::new(2 + id as usize, 4, 20).unwrap();
+        let options = RequestOptions { coupling, ..with(&params, budget, 40) };
+        admit(&mut s, id, &toy::prompt(3 + id as usize, id), 5, options);
+        ids.push(RequestId(id));
+    }
+    let (mut batch, mut num_checked) = (VerifyBatch::new(), 0);
+    for _ in 0..8 {
+        s.propose(&ids, &mut batch).unwrap();
+        for entry in &batch.entries()[..2] {
+            num_checked += assert_first_children(entry, |path| {
+                let position = (entry.committed_len() + path.len()) as u32;
+                let noise = |token: &TokenId| gumbel(70 + entry.request().0, position, token.0);
+                vec![*columns.iter().max_by(|a, b| noise(a).total_cmp(&noise(b))).unwrap()]
+            });
+        }
+        // The control: the drafts that don't see the noise are others.
+        let entry = &batch.entries()[2];
+        let first = entry.tree().children(NodeId::ROOT).next().unwrap();
+        let noise = |token: &TokenId| gumbel(72, entry.committed_len() as u32, token.0);
+        let noisiest = columns.iter().max_by(|a, b| noise(a).total_cmp(&noise(b))).unwrap();
+        num_checked += 1000 * usize::from(entry.tree().token(first) != *noisiest);
+        step(&mut s, &ids, &mut batch);
+    }
+    assert!(num_checked > 1000 + 30, "{num_checked}");
+    // Where the drafter can say all tokens that the target can, noise alone makes every draft right.
+    let stats = [0, 1].map(|id| s.finish(RequestId(id)).unwrap().stats);
+    for stats in stats {
+        let share = stats.num_correct_drafts() as f64 / stats.num_verify_steps() as f64;
+        assert!(share > 1.0, "{share} with 8 of 12 tokens; 2 expected");
+    }
+}
+
+/// Penalties on drafts count the drafts before them, and those of the output.
+#[test]
+fn drafts_avoid_what_their_own_path_has() {
+    let columns = draft_tokens();
+    let params = sampling(|p| (p.frequency_penalty, p.temperature) = (1e6, 0.0));
+    let mut s = speculator(1);
+    let prompt = toy::prompt(4, 1);
+    admit(&mut s, 0, &prompt, 4, with(&params, DraftBudget::new(3, 4, 14).unwrap(), 30));
+    let (mut batch, mut num_checked) = (VerifyBatch::new(), 0);
+    for _ in 0..6 {
+        s.propose(&[RequestId(0)], &mut batch).unwrap();
+        let output = s.committed(RequestId(0)).unwrap()[prompt.len()..].to_vec();
+        num_checked += assert_first_children(&batch.entries()[0], |path| {
+            let count = |token: &TokenId| output.iter().chain(path).filter(|other| *other == token).count();
+            let least = columns.iter().map(count).min().unwrap();
+            columns.iter().copied().filter(|token| count(token) == least).collect()
+        });
+        if step(&mut s, &[RequestId(0)], &mut batch)[0].finished.is_some() {
+            break;
+        }
+    }
+    assert!(num_checked > 20, "{num_checked}");
+}
+
 #[test]
 fn coupling_can_be_changed_and_changes_no_text() {
     let params = sampling(|_| {});
@@ -347,7 +440,7 @@ fn coupling_can_be_changed_and_changes_no_text() {
         assert_eq!(s.finish(RequestId(0)).unwrap().tokens, want);
     }
     let mut s = speculator(1);
-    let bad = [(-0.1, 1.0), (1.1, 1.0), (f32::NAN, 1.0), (0.5, 0.0), (0.5, f32::INFINITY)];
+    let bad = [(-0.1, 1.0), (1.1, 1.0), (f32::NAN, 1.0), (0.5, 0.0), (0.5, 1e4), (0.5, f32::NAN)];
     for (noise_scale, confidence_temperature) in bad {
         let coupling = Coupling { noise_scale, confidence_temperature };
         let refused = s.admit(RequestId(1), RequestOptions { coupling, ..options(1, budget) });

@@ -44,8 +44,6 @@ struct Text {
 struct Bias {
     of: Option<Place>,
     list: List,
-    /// A bit for each token, all 0 between uses.
-    is_seen: Vec<u64>,
 }
 
 impl Packer {
@@ -126,8 +124,8 @@ impl Packer {
             (packed.text, packed.num_text) = self.text.list;
             (packed.path, packed.num_path) = self.path(context.path, columns);
         }
-        if !params.logit_bias.is_empty() {
-            self.bias(&params.logit_bias, columns);
+        if !row.sampler.biases().is_empty() {
+            self.bias(row.sampler.biases(), columns);
             (packed.bias, packed.num_biases) = self.bias.list;
         }
         if let Some(allowed) = context.allowed {
@@ -184,27 +182,17 @@ impl Packer {
         list(start, self.words.len())
     }
 
-    /// Lists the last entry of each token that is in `columns`.
+    /// Lists the entries whose tokens are in `columns`.
     fn bias(&mut self, entries: &[(TokenId, f32)], columns: &Range<usize>) {
         let of = place(entries);
-        let bias = &mut self.bias;
-        if bias.of == Some(of) {
+        if self.bias.of == Some(of) {
             return;
         }
-        bias.of = Some(of);
-        bias.is_seen.resize(columns.end.div_ceil(64), 0);
         let start = self.words.len();
-        for (token, bias_of_token) in entries.iter().rev() {
-            let index = token.0 as usize;
-            if columns.contains(&index) && bias.is_seen[index / 64] >> (index % 64) & 1 == 0 {
-                bias.is_seen[index / 64] |= 1 << (index % 64);
-                self.words.extend([token.0, bias_of_token.to_bits()]);
-            }
+        for (token, bias) in entries.iter().filter(|(token, _)| columns.contains(&(token.0 as usize))) {
+            self.words.extend([token.0, bias.to_bits()]);
         }
-        for entry in self.words[start..].chunks_exact(2) {
-            bias.is_seen[entry[0] as usize / 64] = 0;
-        }
-        bias.list = list(start, self.words.len());
+        self.bias = Bias { of: Some(of), list: list(start, self.words.len()) };
     }
 }
 
