@@ -9,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
-    DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, RequestOptions, Speculator, SpeculatorConfig,
-    TokenId, VerifyBatch,
+    Coupling, DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, RequestOptions, Speculator,
+    SpeculatorConfig, TokenId, VerifyBatch,
 };
 use safetensors::tensor::SafeTensors;
 
@@ -172,16 +172,21 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
     ];
     for (params, num_prompts, budgets, least) in [
         (greedy, prompts.len(), &many[..], 1.3),
+        (sampled(0.3, 1.0), 2, &few[..], 1.1),
         (sampled(0.7, 0.95), 3, &few[..], 1.05),
         (sampled(1.0, 1.0), 3, &few[..], 1.0),
+        (sampled(1.5, 1.0), 2, &few[..1], 0.99),
         (penalised, 3, &few[..], 1.0),
     ] {
         let prompts = &prompts[..num_prompts];
         let plain = serve::plain(&mut target, &cpu, prompts, 1, 24, &params).unwrap();
         assert_eq!(serve::plain(&mut target, &cpu, prompts, 3, 24, &params).unwrap().outputs, plain.outputs);
         for &(batch, budget) in budgets {
+            // With the noise and without: the text is the same.
+            let coupling = if batch == 3 { Coupling::NONE } else { Coupling::default() };
+            let sampling = params.clone();
             let options =
-                RequestOptions { max_new_tokens: 24, budget, sampling: params.clone(), ..Default::default() };
+                RequestOptions { max_new_tokens: 24, budget, sampling, coupling, ..Default::default() };
             let run = serve::speculative(&mut target, &mut speculator, prompts, batch, &options).unwrap();
             assert_eq!(run.outputs, plain.outputs, "batch {batch}, {options:?}");
             assert!(budget == DraftBudget::NONE || run.stats.acceptance_length().unwrap() > least);

@@ -217,7 +217,7 @@ impl Sampler {
                 }
             });
         }
-        for (token, bias) in &self.biases {
+        for (token, bias) in self.biases() {
             if let Some(logit) = columns.find(*token).and_then(|column| logits.get_mut(column)) {
                 *logit += bias;
             }
