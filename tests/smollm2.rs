@@ -193,8 +193,8 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
         }
         texts.push(plain.outputs[0].clone());
     }
-    // The control: they are not all the most likely text.
-    assert!(texts[1..].iter().all(|text| *text != texts[0]));
+    // The control: from 0.7 on they are not the most likely text.
+    assert!(texts[2..].iter().all(|text| *text != texts[0]));
 }
 
 #[test]
