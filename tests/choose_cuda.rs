@@ -10,6 +10,9 @@ use eagle_verify::sampling::{ChoiceKey, Sampler, SamplingContext, SamplingParams
 use eagle_verify::{Element, ErrorKind, TokenId};
 use half::{bf16, f16};
 
+mod common;
+use common::toy::Numbers;
+
 /// Logits of a type, and what they are in f32.
 trait Dtype: Logit {
     fn round(value: f32) -> Self;
@@ -43,14 +46,15 @@ impl Dtype for f16 {
     }
 }
 
-struct Random(u64);
+struct Random(Numbers);
 
 impl Random {
+    fn new(seed: u64) -> Self {
+        Self(Numbers::new(seed))
+    }
+
     fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        self.0.next_u64()
     }
 
     /// From 0 to 1.
@@ -234,7 +238,7 @@ fn compare<T: Dtype>(cuda: &Cuda, rows: &[Row], max_warps: usize, shards: &[usiz
 
 /// Rows of every kind in calls of several rows, whole and in shards.
 fn random_rows<T: Dtype>(seed: u64, calls: usize, vocabs: &[usize]) -> Result<usize, String> {
-    let (cuda, mut random, mut num_rows) = (device(), Random(seed), 0);
+    let (cuda, mut random, mut num_rows) = (device(), Random::new(seed), 0);
     for call in 0..calls {
         let vocab = vocabs[call % vocabs.len()];
         let rows: Vec<Row> = (0..1 + random.below(9)).map(|_| random_row(&mut random, vocab)).collect();
@@ -255,7 +259,7 @@ fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
 
 /// Rows in which something is at its edge, each with every kind of parameters.
 fn edges(vocab: usize) -> Vec<Row> {
-    let mut random = Random(5);
+    let mut random = Random::new(5);
     let mut one_finite = vec![f32::NEG_INFINITY; vocab];
     one_finite[vocab / 2] = -1e30;
     let mut one_nan: Vec<f32> = (0..vocab).map(|_| random.between(-3.0, 3.0)).collect();
@@ -319,7 +323,7 @@ fn refined_rows(vocab: usize) -> Vec<Row> {
 
 /// Penalties on what the whole text has, also by a path alone.
 fn paths(vocab: usize) -> Vec<Row> {
-    let mut random = Random(17);
+    let mut random = Random::new(17);
     let shared: [Vec<TokenId>; 2] = [random.tokens(30, vocab), random.tokens(30, vocab)];
     let row = |i: usize| Row {
         position: i as u32,
@@ -371,7 +375,7 @@ fn boundaries(vocab: usize) -> Vec<Row> {
 
 /// More tokens than the kernel's list has room for: all equal, with noise or without, or all near.
 fn crowds() -> Vec<Row> {
-    let mut random = Random(31);
+    let mut random = Random::new(31);
     let mut rows = Vec::new();
     for logit in [1.0, f32::MAX, f32::INFINITY] {
         rows.push(Row::plain(vec![logit; 2600], sampling(|_| {})));
@@ -392,7 +396,7 @@ fn crowds() -> Vec<Row> {
 
 /// Many draws without anything else.
 fn draws(seed: u64) -> Vec<Row> {
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let row = |position| Row {
         position,
         ..Row::plain((0..31).map(|_| random.between(-2.0, 2.0)).collect(), sampling(|p| p.seed = seed))
@@ -447,7 +451,7 @@ fn large_vocabularies_equal_the_specification() {
     let _machine = emulator::exclusive();
     emulator::configure(&emulator::Config { max_resident_blocks: 8, ..emulator::Config::fast() });
     fn check<T: Dtype>(vocab: usize, shards: &[usize]) {
-        let mut random = Random(vocab as u64);
+        let mut random = Random::new(vocab as u64);
         let params = [
             sampling(|p| p.temperature = 0.0),
             sampling(|p| p.temperature = 0.8),
@@ -570,7 +574,7 @@ fn misuse_is_an_error_before_anything_is_queued() {
 fn calls_do_not_depend_on_those_before() {
     let _machine = emulator::exclusive();
     emulator::configure(&emulator::Config::fast());
-    let (cuda, mut random) = (device(), Random(23));
+    let (cuda, mut random) = (device(), Random::new(23));
     let mut chooser = Chooser::<f32>::new(&cuda, ChooserConfig::new(12, 500)).unwrap();
     for _ in 0..40 {
         let rows: Vec<Row> = (0..1 + random.below(12)).map(|_| random_row(&mut random, 500)).collect();

@@ -1,4 +1,5 @@
-//! Calls of a group allocate nothing, once it has formed, nor do those of a chooser, once it has seen their like. In a process of its own, for its allocator.
+//! Calls of a group allocate nothing, once it has formed, nor do those that choose a token, on the CPU or by a
+//! chooser, once their like has been seen. In a process of its own, for its allocator.
 #![cfg(feature = "cuda")]
 
 #[path = "common/collective.rs"]
@@ -123,6 +124,13 @@ fn calls_allocate_nothing() {
     };
     choose(&rows[..]);
     assert_eq!(count(|| (0..20).for_each(|i| choose(&rows[..1 + i % 4]))), 0);
+
+    let cpu = Cpu::with_threads(1).unwrap();
+    let mut sample = |i: usize| {
+        cpu.sample(&sampler, &[1.0; 32], rows[i % 4].context).unwrap();
+    };
+    sample(0);
+    assert_eq!(count(|| (0..20).for_each(&mut sample)), 0);
 
     // The control: the counter counts.
     assert!(count(|| drop(std::hint::black_box(vec![1u8; 100]))) > 0);

@@ -270,19 +270,19 @@ mod tests {
     }
 
     /// A drafter with the target's own logits, of a third of its tokens, at many positions. `noise_of` says whose
-    /// noise a column gets. Returns how often its best child was the target's token, and how often it could be.
+    /// noise a column gets. Returns how often, of 400 times, its best child was the target's token.
     fn perfect_drafts(
         params: &SamplingParams,
         masked: bool,
         noise_of: impl Fn(usize, TokenId) -> TokenId,
         shift: u32,
-    ) -> (u32, u32) {
+    ) -> u32 {
         let sampler = Sampler::new(params.clone()).unwrap();
         let columns: Vec<TokenId> = (0..30).map(|i| TokenId(3 * i + i % 2)).collect();
         let tokens: Vec<TokenId> = (0..).zip(&columns).map(|(i, token)| noise_of(i, *token)).collect();
         let text = [5, 6, 6, 12, 31, 33].map(TokenId);
         let mask = [0x7FFF_FFF7u32, 0x3333_3333, 0xFFFF_0FFF];
-        let (mut num_right, mut num_possible) = (0, 0);
+        let mut num_right = 0;
         for position in 0..400 {
             let allowed = masked.then_some(&mask[..]);
             let context = SamplingContext {
@@ -304,9 +304,8 @@ mod tests {
             let mut best = Vec::new();
             ops::top_k(&logits, 1, &mut best);
             num_right += u32::from(columns[best[0].0 as usize] == wanted);
-            num_possible += 1;
         }
-        (num_right, num_possible)
+        num_right
     }
 
     /// With the same noise and filters, a drafter that is as good as the target is never wrong.
@@ -322,15 +321,15 @@ mod tests {
             SamplingParams { logit_bias: vec![(TokenId(3), 4.0), (TokenId(4), -9.0)], ..base.clone() },
         ] {
             for masked in [false, true] {
-                let (num_right, num_possible) = perfect_drafts(&params, masked, |_, token| token, 0);
-                assert_eq!(num_right, num_possible, "{params:?}");
+                let num_right = perfect_drafts(&params, masked, |_, token| token, 0);
+                assert_eq!(num_right, 400, "{params:?}");
             }
         }
         // Controls: noise by draft token, as if there were no d2t; and of the next position.
-        let (num_right, num_possible) = perfect_drafts(&base, false, |i, _| TokenId(i as u32), 0);
-        assert!(num_right < num_possible * 3 / 4, "{num_right}");
-        let (num_right, num_possible) = perfect_drafts(&base, false, |_, token| token, 1);
-        assert!(num_right < num_possible * 3 / 4, "{num_right}");
+        let num_right = perfect_drafts(&base, false, |i, _| TokenId(i as u32), 0);
+        assert!(num_right < 300, "{num_right}");
+        let num_right = perfect_drafts(&base, false, |_, token| token, 1);
+        assert!(num_right < 300, "{num_right}");
     }
 
     /// Large vocabularies, flat and peaked: where most tokens are ruled out by their bits.

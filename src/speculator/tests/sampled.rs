@@ -129,8 +129,8 @@ fn bad_parameters_are_refused_at_admission() {
 /// 1 to 33 requests together, some of them preempted now and then: they come back with their output as prompt.
 #[test]
 fn preempted_requests_resume_with_the_same_text() {
-    let params = all_params();
-    for num_requests in [1, 2, 7, 33] {
+    let (params, mut num_preempted_in_all) = (all_params(), 0);
+    for num_requests in 1..=33 {
         let mut s = speculator(num_requests);
         let mut numbers = toy::Numbers::new(num_requests as u64);
         struct Live {
@@ -179,8 +179,9 @@ fn preempted_requests_resume_with_the_same_text() {
             let first = admit(&mut s, request.id.0, &text, 5, options);
             request.output.push(first.token);
         }
-        assert!(num_preempted > 0);
+        num_preempted_in_all += num_preempted;
     }
+    assert!(num_preempted_in_all > 100, "{num_preempted_in_all}");
     // The control: a request whose prior outputs are taken for prompt has other penalties.
     let params = sampling(|p| (p.presence_penalty, p.temperature) = (0.8, 0.0));
     let num_different = (0..20).filter(|seed| {
