@@ -142,17 +142,9 @@ EV_DEVICE uint32_t add_shared(uint32_t* word, uint32_t amount) { return atomicAd
 
 EV_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 EV_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
-EV_DEVICE uint32_t nearest_uint(float value) { return uint32_t(std::llrint(value)); }
-EV_DEVICE double bits_to_double(uint64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, 8);
-  return value;
-}
-EV_DEVICE uint64_t double_to_bits(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, 8);
-  return bits;
-}
+EV_DEVICE uint32_t nearest_uint(float value) { return __float2uint_rn(value); }
+EV_DEVICE double bits_to_double(uint64_t bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+EV_DEVICE uint64_t double_to_bits(double value) { return static_cast<uint64_t>(__double_as_longlong(value)); }
 
 EV_DEVICE uint32_t floats_to_bf16x2(float low, float high) {
   return float_to_bf16_bits(low) | uint32_t(float_to_bf16_bits(high)) << 16;

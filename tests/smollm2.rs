@@ -152,7 +152,7 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
     let Some((path, _turn)) = model() else { return };
     let mut target = target(&path);
     let mut speculator = speculator(&target);
-    // One of each kind, of which there are seven.
+    // One of the seven of each kind.
     let num_of_kind = if std::env::var_os("EAGLE_VERIFY_ALL_PROMPTS").is_some() { 7 } else { 1 };
     let texts = prompts::BUILT_IN.iter().enumerate().filter(|(i, _)| i % 7 < num_of_kind);
     let texts = texts.map(|(_, (_, text))| text);

@@ -1,6 +1,7 @@
 // CUDA's vector and small floating-point types for a host compiler. Names and results, NaN included, are
 // NVIDIA's; rounding is to nearest even, and e4m3 saturates to the largest finite value.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -40,6 +41,18 @@ inline float __uint_as_float(uint32_t bits) {
   return f;
 }
 inline int __float_as_int(float f) { return int(__float_as_uint(f)); }
+inline long long __double_as_longlong(double d) {
+  long long bits;
+  std::memcpy(&bits, &d, 8);
+  return bits;
+}
+inline double __longlong_as_double(long long bits) {
+  double d;
+  std::memcpy(&d, &bits, 8);
+  return d;
+}
+// To nearest, ties to even, as long as nobody has changed the host's rounding; out of range is not saturated.
+inline uint32_t __float2uint_rn(float f) { return uint32_t(std::llrint(f)); }
 inline float __int_as_float(int bits) { return __uint_as_float(uint32_t(bits)); }
 
 namespace emu {
