@@ -175,26 +175,14 @@ impl AllReduceKernels {
         let Some((_, kernel)) = self.0.iter().find(|(loaded, _)| *loaded == algorithm) else {
             return Ok(()); // `load` has every algorithm of the shape
         };
-        cuda.bind()?;
-        let mut parameters = [std::ptr::from_mut(arguments).cast::<c_void>()];
         // SAFETY:
-        // - layout: `AllReduceNorm` is the kernel's only parameter (the offsets above); it is copied now.
+        // - layout: `AllReduceNorm` is the kernel's only parameter (the offsets above).
         // - bounds: `Group` compared every length with the rows; the caller made `blocks` and the slabs' layout
         //   by one `Geometry`, which gives each block room for its rows.
         // - aliasing: the caller saw that nothing written overlaps anything else; outputs are borrowed mutably
         //   until the launch is queued, and are of this stream's work.
         // - lifetime: buffers wait for the stream before they are freed; slabs live until the last rank is gone.
-        let queued = unsafe {
-            result::launch_kernel(
-                kernel.function,
-                (blocks, 1, 1),
-                (threads, 1, 1),
-                arguments.hidden * 2,
-                cuda.stream(),
-                &mut parameters,
-            )
-        };
-        cuda.check("cuLaunchKernel", queued)
+        unsafe { queue(cuda, *kernel, (blocks, 1, 1), threads, arguments.hidden * 2, arguments) }
     }
 }
 
@@ -206,8 +194,6 @@ pub(super) fn choose(
     threads: u32,
     arguments: &mut Choose,
 ) -> Result<()> {
-    cuda.bind()?;
-    let mut parameters = [std::ptr::from_mut(arguments).cast::<c_void>()];
     // SAFETY:
     // - layout: `Choose` is the kernel's only parameter and `ChooseRow` what its rows are (the offsets above).
     // - bounds: `Chooser` compared the length of the logits with rows and columns, reserved what rows, results and
@@ -215,9 +201,28 @@ pub(super) fn choose(
     // - aliasing: all that is written is the `Chooser`'s own; logits are borrowed until its call has ended.
     // - lifetime: the `Chooser` waits for the kernel; after an error, its memory and buffers of logits still wait
     //   for the stream before they are freed.
+    unsafe { queue(cuda, kernel, (grid.0, grid.1, 1), threads, 0, arguments) }
+}
+
+/// Queues a kernel with one parameter, which is copied now.
+///
+/// # Safety
+/// `A` is laid out as the kernel's parameter. What the kernel reads and writes by it for this grid and these threads
+/// is memory of the device, large enough, not used by other streams, and lives until the kernel has run.
+pub(super) unsafe fn queue<A>(
+    cuda: &Cuda,
+    kernel: Kernel,
+    grid: (u32, u32, u32),
+    threads: u32,
+    shared_bytes: u32,
+    arguments: &mut A,
+) -> Result<()> {
+    cuda.bind()?;
+    let mut parameters = [std::ptr::from_mut(arguments).cast::<c_void>()];
+    // SAFETY: the function is of a module that `cuda` keeps; the rest is the caller's obligation.
     let queued = unsafe {
-        let grid = (grid.0, grid.1, 1);
-        result::launch_kernel(kernel.function, grid, (threads, 1, 1), 0, cuda.stream(), &mut parameters)
+        let stream = cuda.stream();
+        result::launch_kernel(kernel.function, grid, (threads, 1, 1), shared_bytes, stream, &mut parameters)
     };
     cuda.check("cuLaunchKernel", queued)
 }
