@@ -115,6 +115,121 @@ typedef struct EvChoose {
   uint32_t columns;
 } EvChoose;
 
+/* The draft head. Rows go through it in passes of EV_PASS_ROWS at most. */
+enum {
+  EV_PASS_ROWS = 64,
+  EV_MAX_DRAFT_WIDTH = 64,
+  EV_NONE = 0xFFFFFFFF,
+
+  /* Element types */
+  EV_BF16 = 0,
+  EV_F16 = 1,
+  EV_F32 = 2,
+
+  /* A row of attention sees its prefix in at most so many chunks, of at least so many keys. */
+  EV_MAX_CHUNKS = 32,
+  EV_MIN_CHUNK_KEYS = 256,
+
+  /* Columns of draft logits that one warp looks through */
+  EV_SEGMENT_COLUMNS = 1024
+};
+
+/* A row of the head: a feature and the token after it. */
+typedef struct EvDraftRow {
+  uint64_t nodes[4];  /* the draft rows of its request that it sees: its ancestors' and its own */
+  uint32_t request;   /* EV_NONE: there is no row here */
+  uint32_t token;     /* the target's */
+  uint32_t position;
+  uint32_t kv_slot;   /* where its key and value go, or EV_NONE */
+  uint32_t source;    /* which row of `sources` its feature is */
+  uint32_t keep;      /* a pair: where in `sources` its feature is kept, or EV_NONE */
+  uint32_t candidate; /* a draft: which of its request's candidates it is */
+  uint32_t reserved;
+} EvDraftRow;
+
+/* A request that drafts in this step. */
+typedef struct EvDraftRequest {
+  uint64_t seed;
+  uint32_t slot;       /* its row of the page tables */
+  uint32_t prefix_len; /* KV rows that all its rows see; its draft rows follow them */
+  uint32_t width;
+  uint32_t depth;      /* 0: there is no request here */
+  uint32_t position;   /* of the root's children */
+  uint32_t root;       /* the root's token */
+  float temperature;
+  float noise_scale;
+  float confidence_temperature;
+  uint32_t reserved;
+} EvDraftRequest;
+
+/* A candidate of a request's pool; candidate 0 is the root. */
+typedef struct EvCandidate {
+  uint32_t token;
+  uint32_t parent;
+  float score;
+} EvCandidate;
+
+/* A page that a request has got. */
+typedef struct EvPageUpdate {
+  uint32_t slot;
+  uint32_t index;
+  uint32_t page;
+} EvPageUpdate;
+
+/* One launch of a kernel of the head: what it does not use may be anything. A pool is two words, the numbers of
+   its candidates and of its draft rows, then the candidates. Sums of linear layers come in slices of
+   [EV_PASS_ROWS, outputs], which are added in order. */
+typedef struct EvDraft {
+  uint64_t embedding;    /* [vocab, hidden] of `embedding_format` */
+  uint64_t draft_tokens; /* uint32_t[draft_vocab]: the target's token of each draft token */
+  uint64_t rope;         /* float[positions, 2, head_dim / 2]: cosines, sines */
+  uint64_t keys;         /* float[KV slots, kv_heads, head_dim] */
+  uint64_t values;
+  uint64_t page_tables;  /* uint32_t[slots, max_pages] */
+  uint64_t requests;     /* EvDraftRequest[requests] */
+  uint64_t pools;        /* uint32_t[requests, pool_words] */
+  uint64_t rows;         /* EvDraftRow[..]: this pass starts at `first_row` */
+  uint64_t next_rows;    /* EvDraftRow[requests, width] */
+  uint64_t sources;      /* float[.., hidden]: features */
+  uint64_t outputs;      /* float[.., hidden]: the layer's outputs */
+  uint64_t partials;     /* float[slices, EV_PASS_ROWS, num_outputs] */
+  uint64_t hidden_rows;  /* float[EV_PASS_ROWS, hidden] */
+  uint64_t norm_weight;  /* float[hidden] */
+  uint64_t token_norm_weight;
+  uint64_t high;         /* what is written for the next linear layer: x = high + low */
+  uint64_t low;
+  uint64_t query;        /* float[EV_PASS_ROWS, heads, head_dim] */
+  uint64_t attended;     /* float[1 + chunks, EV_PASS_ROWS, heads, head_dim], the draft rows' first */
+  uint64_t attended_sums;/* float2[1 + chunks, EV_PASS_ROWS, heads]: largest score, sum of weights */
+  uint64_t noise;        /* float[requests, draft_vocab] */
+  uint64_t segment_sums; /* float2[rows, segments]: largest, sum */
+  uint64_t segment_best; /* uint2[rows, segments, width]: bits of a value, column */
+  uint64_t masks;        /* uint32_t[rows, vocab / 32, rounded up], or 0 */
+  uint64_t updates;      /* EvPageUpdate[num_updates] */
+  uint32_t hidden;
+  uint32_t intermediate;
+  uint32_t heads;
+  uint32_t kv_heads;
+  uint32_t head_dim;
+  uint32_t vocab;
+  uint32_t draft_vocab;
+  uint32_t embedding_format;
+  uint32_t page_size;
+  uint32_t max_pages;
+  uint32_t pool_words;
+  uint32_t num_updates;
+  uint32_t num_outputs; /* of the linear layer before */
+  uint32_t num_slices;
+  uint32_t first_row;
+  uint32_t num_rows;    /* of this pass */
+  uint32_t row_width;   /* rows of each request in `rows` */
+  uint32_t width;       /* rows of each request in `next_rows` */
+  uint32_t level;       /* of the children that are looked for: 1 for the root's */
+  float epsilon;
+  float scale;          /* of scores */
+  uint32_t reserved;
+} EvDraft;
+
 #ifdef __cplusplus
 #define EV_OFFSET(field, offset) static_assert(offsetof(EvAllReduceNorm, field) == (offset), #field)
 EV_OFFSET(slabs, 0);
@@ -173,6 +288,81 @@ EV_OFFSET(z, 32);
 EV_OFFSET(first_token, 40);
 EV_OFFSET(columns, 44);
 static_assert(sizeof(EvChoose) == 48, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvDraftRow, field) == (offset), #field)
+EV_OFFSET(nodes, 0);
+EV_OFFSET(request, 32);
+EV_OFFSET(token, 36);
+EV_OFFSET(position, 40);
+EV_OFFSET(kv_slot, 44);
+EV_OFFSET(source, 48);
+EV_OFFSET(keep, 52);
+EV_OFFSET(candidate, 56);
+static_assert(sizeof(EvDraftRow) == 64, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvDraftRequest, field) == (offset), #field)
+EV_OFFSET(seed, 0);
+EV_OFFSET(slot, 8);
+EV_OFFSET(prefix_len, 12);
+EV_OFFSET(width, 16);
+EV_OFFSET(depth, 20);
+EV_OFFSET(position, 24);
+EV_OFFSET(root, 28);
+EV_OFFSET(temperature, 32);
+EV_OFFSET(noise_scale, 36);
+EV_OFFSET(confidence_temperature, 40);
+static_assert(sizeof(EvDraftRequest) == 48, "size");
+#undef EV_OFFSET
+static_assert(sizeof(EvCandidate) == 12 && sizeof(EvPageUpdate) == 12, "size");
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvDraft, field) == (offset), #field)
+EV_OFFSET(embedding, 0);
+EV_OFFSET(draft_tokens, 8);
+EV_OFFSET(rope, 16);
+EV_OFFSET(keys, 24);
+EV_OFFSET(values, 32);
+EV_OFFSET(page_tables, 40);
+EV_OFFSET(requests, 48);
+EV_OFFSET(pools, 56);
+EV_OFFSET(rows, 64);
+EV_OFFSET(next_rows, 72);
+EV_OFFSET(sources, 80);
+EV_OFFSET(outputs, 88);
+EV_OFFSET(partials, 96);
+EV_OFFSET(hidden_rows, 104);
+EV_OFFSET(norm_weight, 112);
+EV_OFFSET(token_norm_weight, 120);
+EV_OFFSET(high, 128);
+EV_OFFSET(low, 136);
+EV_OFFSET(query, 144);
+EV_OFFSET(attended, 152);
+EV_OFFSET(attended_sums, 160);
+EV_OFFSET(noise, 168);
+EV_OFFSET(segment_sums, 176);
+EV_OFFSET(segment_best, 184);
+EV_OFFSET(masks, 192);
+EV_OFFSET(updates, 200);
+EV_OFFSET(hidden, 208);
+EV_OFFSET(intermediate, 212);
+EV_OFFSET(heads, 216);
+EV_OFFSET(kv_heads, 220);
+EV_OFFSET(head_dim, 224);
+EV_OFFSET(vocab, 228);
+EV_OFFSET(draft_vocab, 232);
+EV_OFFSET(embedding_format, 236);
+EV_OFFSET(page_size, 240);
+EV_OFFSET(max_pages, 244);
+EV_OFFSET(pool_words, 248);
+EV_OFFSET(num_updates, 252);
+EV_OFFSET(num_outputs, 256);
+EV_OFFSET(num_slices, 260);
+EV_OFFSET(first_row, 264);
+EV_OFFSET(num_rows, 268);
+EV_OFFSET(row_width, 272);
+EV_OFFSET(width, 276);
+EV_OFFSET(level, 280);
+EV_OFFSET(epsilon, 284);
+EV_OFFSET(scale, 288);
+static_assert(sizeof(EvDraft) == 296, "size");
 #undef EV_OFFSET
 #endif
 

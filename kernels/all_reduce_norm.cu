@@ -290,7 +290,7 @@ EV_DEVICE void all_reduce_norm(const EvAllReduceNorm& a) {
   EV_DYNAMIC_SHARED(row_packs);  // hidden elements
   EV_SHARED(float, sums, [2][kGroups][kMaxRuns]);
   EV_SHARED(float, maxima, [2][kMaxWarps]);
-  const Lanes lanes(a);
+  const Lanes lanes(a.hidden, a.warps_per_group);
   Call call(a);
   const Epilogue<Element> epilogue{call, a, lanes, reinterpret_cast<Pack*>(row_packs), sums, maxima};
   const Collective<Element, World> collective{call, a, lanes, epilogue};

@@ -13,11 +13,20 @@ struct Bf16 {
     return make_float2(bits_to_float(v << 16), bits_to_float(v & 0xFFFF0000u));
   }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_bf16x2(low, high); }
+  /// What does not round to infinity, unless it is infinite.
+  static EV_DEVICE float saturate(float v) {
+    constexpr float kMax = 0x1.fep127f;
+    return fabsf(v) > kMax && fabsf(v) < __builtin_huge_valf() ? copysignf(kMax, v) : v;
+  }
 };
 
 struct F16 {
   static EV_DEVICE float2 unpack(uint32_t v) { return f16x2_to_floats(v); }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_f16x2(low, high); }
+  static EV_DEVICE float saturate(float v) {
+    constexpr float kMax = 65504.0f;
+    return fabsf(v) > kMax && fabsf(v) < __builtin_huge_valf() ? copysignf(kMax, v) : v;
+  }
 };
 
 /// Eight floats.
@@ -35,6 +44,22 @@ struct Floats {
   EV_DEVICE Pack pack() const {
     return {Element::pack(v[0], v[1]), Element::pack(v[2], v[3]), Element::pack(v[4], v[5]),
             Element::pack(v[6], v[7])};
+  }
+
+  /// In two halves: `high` is the nearest, `low` the nearest to what remains. A finite number gives finite halves.
+  template <class Half>
+  EV_DEVICE void split(Pack& high, Pack& low) const {
+    Floats nearest, rest;
+#pragma unroll
+    for (int i = 0; i < 8; i++) nearest.v[i] = Half::saturate(v[i]);
+    high = nearest.template pack<Half>();
+    nearest = unpack<Half>(high);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float difference = v[i] - nearest.v[i];
+      rest.v[i] = difference - difference == 0.0f ? Half::saturate(difference) : 0.0f;  // not of infinities and NaN
+    }
+    low = rest.template pack<Half>();
   }
 
   /// The eight as two packs of bits, and back.
@@ -94,12 +119,12 @@ struct Lanes {
   uint32_t group, first_run, run_step, lane;
   uint32_t group_packs;
 
-  EV_DEVICE explicit Lanes(const EvAllReduceNorm& a)
-      : group(threadIdx.x / 32 / a.warps_per_group),
-        first_run(threadIdx.x / 32 % a.warps_per_group),
-        run_step(a.warps_per_group),
+  EV_DEVICE Lanes(uint32_t hidden, uint32_t warps_per_group)
+      : group(threadIdx.x / 32 / warps_per_group),
+        first_run(threadIdx.x / 32 % warps_per_group),
+        run_step(warps_per_group),
         lane(threadIdx.x % 32),
-        group_packs(a.hidden / 64) {}
+        group_packs(hidden / 64) {}
 
   /// Calls `action(run, pack in the group, whether there is such a pack)`; whole warps together.
   template <class Action>
