@@ -13,10 +13,15 @@ use crate::stats::AcceptStats;
 use crate::tree::{DraftTree, NodeId, TokenId};
 use crate::verify::{BatchEntry, FinishReason, Origin, OutputLimits, RequestId, Verdict, VerifyBatch};
 
+mod choices;
 mod request;
 
+use choices::{Choices, MasksByNode};
 use request::Request;
 pub use request::{FirstToken, Output, RequestOptions};
+
+/// Asked which tokens may follow some drafts of a request, as `MasksBySlot` is.
+type MasksById<'a> = &'a mut dyn FnMut(RequestId, &[TokenId], &mut [u32]) -> bool;
 
 /// Pairs that a request which drafts nothing lets wait before the head is run on them together.
 const MAX_LAZY_PAIRS: usize = 32;
@@ -73,6 +78,7 @@ pub struct Speculator<B: Backend> {
     path: Vec<TokenId>,
     /// Tokens that the next one may be, a bit for each.
     mask: Vec<u32>,
+    choices: Choices,
     stats: AcceptStats,
     times: StageTimes,
 }
@@ -127,6 +133,7 @@ impl<B: Backend> Speculator<B> {
             verdicts: Vec::new(),
             path: Vec::new(),
             mask: vec![0; checkpoint.config().target.vocab.div_ceil(32)],
+            choices: Choices::default(),
             stats: AcceptStats::default(),
             times: StageTimes::default(),
         })
@@ -200,13 +207,14 @@ impl<B: Backend> Speculator<B> {
         }
         expect_len("prompt features", tokens.len() * self.feature_width, B::view_len(features))?;
         state.table.reserve(state.next_tokens.len() + tokens.len())?;
+        let rows = (0..tokens.len()).map(|row| (slot, row));
+        self.backend.keep_features(&mut self.draft, features, rows)?;
         // The very first token has no feature before it.
         let unpaired = usize::from(state.text.committed.is_empty());
         state.next_tokens.extend_from_slice(&tokens[unpaired..]);
         state.budget = DraftBudget::NONE;
         state.text.committed.extend_from_slice(tokens);
-        self.backend.keep_features(&mut self.draft, slot, features, 0..tokens.len());
-        self.backend.draft(&mut self.draft, &mut self.states, &[slot], &mut |_, _, _| false)?;
+        self.backend.draft(&mut self.draft, &mut self.states, &[slot], None)?;
         self.times.draft += started.elapsed();
         Ok(())
     }
@@ -251,9 +259,12 @@ impl<B: Backend> Speculator<B> {
         })?;
         expect_len("logits", self.vocab, B::view_len(logits))?;
         let context = text.context(&[], allowed);
-        let token = self.backend.choose(logits, self.vocab, 0, &text.sampler, context)?.token();
+        let (backend, draft, sampler) = (&self.backend, &mut self.draft, &text.sampler);
+        backend.choose_all(draft, logits, self.vocab, std::iter::once((sampler, context)))?;
+        let token = backend.choose(draft, logits, self.vocab, 0, sampler, context)?.token();
         let log_prob = request.options.log_probs;
-        let log_prob = log_prob.map(|count| self.backend.log_prob(logits, self.vocab, 0, token, count));
+        let log_prob =
+            log_prob.map(|count| backend.log_prob(logits, self.vocab, 0, token, count)).transpose()?;
         request.prompt_len = Some(prompt_len);
         text.committed.push(token);
         self.states[slot].next_tokens.push(token);
@@ -278,7 +289,7 @@ impl<B: Backend> Speculator<B> {
     /// *Misuse* when a request is unknown, named twice, has not begun or has finished; *fault* when the draft
     /// model fails.
     pub fn propose(&mut self, requests: &[RequestId], batch: &mut VerifyBatch) -> Result<()> {
-        self.propose_masked(requests, batch, |_, _, _| false)
+        self.propose_where(requests, batch, None)
     }
 
     /// As [`propose`](Self::propose), with drafts that a grammar allows.
@@ -295,6 +306,15 @@ impl<B: Backend> Speculator<B> {
         requests: &[RequestId],
         batch: &mut VerifyBatch,
         mut masks: impl FnMut(RequestId, &[TokenId], &mut [u32]) -> bool,
+    ) -> Result<()> {
+        self.propose_where(requests, batch, Some(&mut masks))
+    }
+
+    fn propose_where(
+        &mut self,
+        requests: &[RequestId],
+        batch: &mut VerifyBatch,
+        masks: Option<MasksById<'_>>,
     ) -> Result<()> {
         let started = Instant::now();
         // A step is used up also if it fails: its marks must not be met again.
@@ -333,10 +353,16 @@ impl<B: Backend> Speculator<B> {
         });
         let drafting = Instant::now();
         let requests_by_slot = &self.requests;
-        let mut masks_by_slot = |slot: usize, path: &[TokenId], mask: &mut [u32]| {
-            requests_by_slot[slot].as_ref().is_some_and(|request| masks(request.id, path, mask))
-        };
-        self.backend.draft(&mut self.draft, states, &self.active, &mut masks_by_slot)?;
+        let (backend, draft, active) = (&self.backend, &mut self.draft, &self.active);
+        match masks {
+            None => backend.draft(draft, states, active, None)?,
+            Some(masks) => {
+                let mut by_slot = |slot: usize, path: &[TokenId], mask: &mut [u32]| {
+                    requests_by_slot[slot].as_ref().is_some_and(|request| masks(request.id, path, mask))
+                };
+                backend.draft(draft, states, active, Some(&mut by_slot))?;
+            }
+        }
         let draft_time = drafting.elapsed();
         batch.restart(Origin { speculator: self.id, step });
         for id in requests {
@@ -371,13 +397,13 @@ impl<B: Backend> Speculator<B> {
         logits: B::View<'_>,
         features: B::View<'_>,
     ) -> Result<&[Verdict]> {
-        self.accept_masked(batch, logits, features, |_, _, _| false)
+        self.accept_where(batch, logits, features, None)
     }
 
     /// As [`accept`](Self::accept), for output that must follow a grammar.
     ///
-    /// `masks(entry, node, mask)` is asked for the nodes that the walk reaches, from the root down: which tokens may
-    /// follow `node`. It clears bits of `mask`, `[vocab / 32, rounded up]`, lowest bit first, all set before; or
+    /// `masks(entry, node, mask)` is asked for nodes, parents before children: which tokens may follow `node`. The CPU
+    /// backend asks for those that the walk reaches, a GPU, which chooses all rows at once, for all. It clears bits of `mask`, `[vocab / 32, rounded up]`, lowest bit first, all set before; or
     /// returns false if there is no restriction. A node without an allowed token ends its request with
     /// [`FinishReason::Fault`].
     ///
@@ -390,9 +416,19 @@ impl<B: Backend> Speculator<B> {
         features: B::View<'_>,
         mut masks: impl FnMut(&BatchEntry, NodeId, &mut [u32]) -> bool,
     ) -> Result<&[Verdict]> {
+        self.accept_where(batch, logits, features, Some(&mut masks))
+    }
+
+    fn accept_where(
+        &mut self,
+        batch: &VerifyBatch,
+        logits: B::View<'_>,
+        features: B::View<'_>,
+        mut masks: Option<MasksByNode<'_>>,
+    ) -> Result<&[Verdict]> {
         let started = Instant::now();
-        expect_len("logits of the batch", batch.num_rows() * self.vocab, B::view_len(logits))?;
-        let width = self.feature_width;
+        let (vocab, width) = (self.vocab, self.feature_width);
+        expect_len("logits of the batch", batch.num_rows() * vocab, B::view_len(logits))?;
         expect_len("features of the batch", batch.num_rows() * width, B::view_len(features))?;
         let Origin { speculator, step } = batch.origin();
         if speculator != self.id {
@@ -419,22 +455,28 @@ impl<B: Backend> Speculator<B> {
             }
             self.active.push(slot);
         }
+        if B::CHOOSES_AT_ONCE {
+            self.choices.prepare(batch, vocab, masks.as_mut());
+            let rows = self.choices.rows(batch, &self.active, &self.states);
+            self.backend.choose_all(&mut self.draft, logits, vocab, rows)?;
+        }
         self.verdicts.truncate(batch.entries().len());
         self.verdicts.resize_with(batch.entries().len(), Verdict::new);
+        // What may fail comes first: a failure leaves every request as it was.
         for place in 0..self.active.len() {
             let (entry, slot) = (&batch.entries()[place], self.active[place]);
             let verdict = &mut self.verdicts[place];
-            let Some(request) = self.requests.get_mut(slot).and_then(Option::as_mut) else {
+            let Some(request) = self.requests.get(slot).and_then(Option::as_ref) else {
                 verdict.nothing(entry, FinishReason::Cancelled);
                 continue;
             };
-            let text = &mut self.states[slot].text;
+            let text = &self.states[slot].text;
             let limits = OutputLimits {
                 stop_tokens: &request.options.stop_tokens,
                 num_remaining: request.num_remaining(text.committed.len(), self.config.max_len),
             };
             let first_row = entry.rows().start;
-            let (backend, vocab, path, mask) = (&self.backend, self.vocab, &mut self.path, &mut self.mask);
+            let (backend, draft, path, mask) = (&self.backend, &self.draft, &mut self.path, &mut self.mask);
             path.clear();
             let mut log_probs = std::mem::take(&mut verdict.log_probs);
             log_probs.clear();
@@ -443,27 +485,40 @@ impl<B: Backend> Speculator<B> {
                 if node != NodeId::ROOT {
                     path.push(entry.tree().token(node));
                 }
-                mask.fill(u32::MAX);
-                let is_masked = masks(entry, node, mask);
+                let is_masked = !B::CHOOSES_AT_ONCE
+                    && masks.as_mut().is_some_and(|masks| {
+                        mask.fill(u32::MAX);
+                        masks(entry, node, mask)
+                    });
                 let context = text.context(path, is_masked.then_some(mask));
                 let row = first_row + node.index();
-                let token = backend.choose(logits, vocab, row, &text.sampler, context)?.token();
+                let token = backend.choose(draft, logits, vocab, row, &text.sampler, context)?.token();
                 if let Some(count) = request.options.log_probs {
-                    log_probs.push(backend.log_prob(logits, vocab, row, token, count));
+                    log_probs.push(backend.log_prob(logits, vocab, row, token, count)?);
                 }
                 Ok(token)
             });
             verdict.log_probs = log_probs;
+        }
+        let kept = self.active.iter().zip(&self.verdicts).zip(batch.entries());
+        let kept = kept.filter(|((_, verdict), _)| verdict.finished.is_none());
+        let kept = kept.flat_map(|((slot, verdict), entry)| {
+            verdict.path.iter().map(|node| (*slot, entry.rows().start + node.index()))
+        });
+        self.backend.keep_features(&mut self.draft, features, kept)?;
+        for place in 0..self.active.len() {
+            let (entry, slot) = (&batch.entries()[place], self.active[place]);
+            let verdict = &self.verdicts[place];
+            let Some(request) = self.requests.get_mut(slot).and_then(Option::as_mut) else { continue };
+            let state = &mut self.states[slot];
             request.proposed_step = None;
-            text.committed.extend_from_slice(&verdict.emitted);
+            state.text.committed.extend_from_slice(&verdict.emitted);
             request.stats.record(entry, verdict)?;
             self.stats.record(entry, verdict)?;
             if verdict.finished.is_some() {
                 self.retire(slot);
             } else {
-                let rows = verdict.path.iter().map(|node| first_row + node.index());
-                self.backend.keep_features(&mut self.draft, slot, features, rows);
-                self.states[slot].next_tokens.extend_from_slice(&verdict.emitted);
+                state.next_tokens.extend_from_slice(&verdict.emitted);
             }
         }
         self.times.host += started.elapsed();

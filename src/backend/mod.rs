@@ -29,6 +29,10 @@ pub trait Backend: sealed::Sealed + Sized {
     /// Rows in a page of the draft model's KV cache.
     #[doc(hidden)]
     const KV_PAGE_SIZE: usize;
+    /// Whether the rows of a batch are chosen together, before the walk: on a device, where a row alone costs as
+    /// much. Else row by row, and only those that the walk reaches.
+    #[doc(hidden)]
+    const CHOOSES_AT_ONCE: bool;
 
     /// Brings a head's weights into this backend's memory.
     ///
@@ -47,15 +51,17 @@ pub trait Backend: sealed::Sealed + Sized {
     #[doc(hidden)]
     fn view_len(view: Self::View<'_>) -> usize;
 
-    /// Appends some rows of `features` to those that wait in `slot`.
+    /// Appends rows of `features` to those that wait: each item is a slot and a row for it.
+    ///
+    /// # Errors
+    /// *Misuse* when the view is not of this backend; *fault* when the device fails. Nothing was appended then.
     #[doc(hidden)]
     fn keep_features(
         &self,
         draft: &mut Self::Draft,
-        slot: usize,
         features: Self::View<'_>,
-        rows: impl Iterator<Item = usize>,
-    );
+        rows: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<()>;
 
     /// Drops all features that wait in `slot`.
     #[doc(hidden)]
@@ -72,7 +78,21 @@ pub trait Backend: sealed::Sealed + Sized {
         draft: &mut Self::Draft,
         states: &mut [DraftState],
         active: &[usize],
-        masks: MasksBySlot<'_>,
+        masks: Option<MasksBySlot<'_>>,
+    ) -> Result<()>;
+
+    /// Prepares [`choose`](Self::choose) for all rows of `logits`, in order, each with its sampler and context. Only
+    /// of a backend that [`CHOOSES_AT_ONCE`](Self::CHOOSES_AT_ONCE).
+    ///
+    /// # Errors
+    /// *Misuse* when the view is not of this backend; *fault* when the device fails.
+    #[doc(hidden)]
+    fn choose_all<'a>(
+        &self,
+        draft: &mut Self::Draft,
+        logits: Self::View<'_>,
+        vocab: usize,
+        rows: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
     ) -> Result<()>;
 
     /// The target's token of one row of logits, `[rows, vocab]`: [`Sampler::choose`].
@@ -82,6 +102,7 @@ pub trait Backend: sealed::Sealed + Sized {
     #[doc(hidden)]
     fn choose(
         &self,
+        draft: &Self::Draft,
         logits: Self::View<'_>,
         vocab: usize,
         row: usize,
@@ -91,6 +112,9 @@ pub trait Backend: sealed::Sealed + Sized {
 
     /// The log-probability of a token in one row of logits, and the `count` likeliest tokens:
     /// [`TokenLogProb::new`].
+    ///
+    /// # Errors
+    /// *Fault* when the device fails.
     #[doc(hidden)]
     fn log_prob(
         &self,
@@ -99,7 +123,7 @@ pub trait Backend: sealed::Sealed + Sized {
         row: usize,
         token: TokenId,
         count: usize,
-    ) -> TokenLogProb;
+    ) -> Result<TokenLogProb>;
 }
 
 /// Asked which tokens may follow some drafts (`slot, path, mask`): clears bits of the mask, or returns false.
@@ -109,6 +133,8 @@ pub type MasksBySlot<'a> = &'a mut dyn FnMut(usize, &[TokenId], &mut [u32]) -> b
 mod sealed {
     pub trait Sealed {}
     impl Sealed for super::cpu::Cpu {}
+    #[cfg(feature = "cuda")]
+    impl Sealed for super::cuda::Cuda {}
 }
 
 /// What a draft model must have room for.

@@ -165,6 +165,16 @@ impl CandidatePool {
         self.num_rows = 0;
     }
 
+    /// Takes over all candidates, the root first, with their parents and scores, from a device that has picked the
+    /// frontiers itself.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn refill(&mut self, candidates: impl Iterator<Item = (TokenId, usize, f32)>) {
+        self.candidates.clear();
+        self.candidates.extend(
+            candidates.map(|(token, parent, score)| Candidate { token, parent, parent_rank: 0, score }),
+        );
+    }
+
     /// The nodes that the draft model runs next.
     pub(crate) fn frontier(&self) -> &[FrontierNode] {
         &self.frontier

@@ -91,13 +91,13 @@ fn step(
     budget: DraftBudget,
 ) {
     let rows = features.len() / head.feature_width();
-    cpu.keep_features(head, 0, features, 0..rows);
+    cpu.keep_features(head, features, (0..rows).map(|row| (0, row))).unwrap();
     let state = &mut states[0];
     state.next_tokens.extend_from_slice(next);
     state.budget = budget;
     state.pool.restart(*state.next_tokens.last().unwrap());
     state.table.reserve(state.next_tokens.len() + budget.num_draft_rows()).unwrap();
-    cpu.draft(head, states, &[0], &mut |_, _, _| false).unwrap();
+    cpu.draft(head, states, &[0], None).unwrap();
 }
 
 #[test]

@@ -140,11 +140,9 @@ impl CpuHead {
         })
     }
 
-    pub(super) fn keep_features(&mut self, slot: usize, features: &[f32], rows: impl Iterator<Item = usize>) {
+    pub(super) fn keep_feature(&mut self, slot: usize, features: &[f32], row: usize) {
         let width = self.config.feature_width();
-        for row in rows {
-            self.waiting[slot].extend_from_slice(&features[row * width..][..width]);
-        }
+        self.waiting[slot].extend_from_slice(&features[row * width..][..width]);
     }
 
     pub(super) fn forget_features(&mut self, slot: usize) {
@@ -172,7 +170,7 @@ impl CpuHead {
         cpu: &Cpu,
         states: &mut [DraftState],
         active: &[usize],
-        masks: MasksBySlot<'_>,
+        mut masks: Option<MasksBySlot<'_>>,
     ) -> Result<()> {
         self.extend(cpu, states, active)?;
         for level in 1.. {
@@ -180,7 +178,7 @@ impl CpuHead {
                 break;
             }
             self.forward(cpu, states)?;
-            self.propose(states, level, masks);
+            self.propose(states, level, &mut masks);
             self.next_frontier(states, level);
             let Self { layers, embedding, rope, cache, work, .. } = self;
             layers.embed(embedding, &mut work.frontier)?;
@@ -297,7 +295,7 @@ impl CpuHead {
     }
 
     /// Gives each row's best children, nodes of level `level`, to its request's pool.
-    fn propose(&mut self, states: &mut [DraftState], level: usize, masks: MasksBySlot<'_>) {
+    fn propose(&mut self, states: &mut [DraftState], level: usize, masks: &mut Option<MasksBySlot<'_>>) {
         let Self { work, vocab, config, .. } = self;
         work.noise.resize(config.draft_vocab, 0.0);
         let mut logits = work.logits.chunks_exact_mut(config.draft_vocab);
@@ -312,9 +310,11 @@ impl CpuHead {
             }
             for (rank, logits) in logits.by_ref().take(rows.len()).enumerate() {
                 pool.path(rank, &mut work.path);
-                work.mask.clear();
-                work.mask.resize(config.target.vocab.div_ceil(32), u32::MAX);
-                let is_masked = masks(slot, &work.path, &mut work.mask);
+                let is_masked = masks.as_mut().is_some_and(|masks| {
+                    work.mask.clear();
+                    work.mask.resize(config.target.vocab.div_ceil(32), u32::MAX);
+                    masks(slot, &work.path, &mut work.mask)
+                });
                 let context = text.context(&work.path, is_masked.then_some(&work.mask));
                 let coupled =
                     couple(&text.sampler, text.coupling, logits, vocab.tokens(), &work.noise, context);

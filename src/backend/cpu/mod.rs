@@ -172,6 +172,7 @@ impl Backend for Cpu {
     type Embedding = Embedding;
 
     const KV_PAGE_SIZE: usize = KvCache::PAGE_SIZE;
+    const CHOOSES_AT_ONCE: bool = false;
 
     fn load_draft(
         &self,
@@ -189,11 +190,11 @@ impl Backend for Cpu {
     fn keep_features(
         &self,
         draft: &mut Self::Draft,
-        slot: usize,
         features: &[f32],
-        rows: impl Iterator<Item = usize>,
-    ) {
-        draft.keep_features(slot, features, rows);
+        rows: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<()> {
+        rows.for_each(|(slot, row)| draft.keep_feature(slot, features, row));
+        Ok(())
     }
 
     fn forget_features(&self, draft: &mut Self::Draft, slot: usize) {
@@ -205,13 +206,24 @@ impl Backend for Cpu {
         draft: &mut Self::Draft,
         states: &mut [DraftState],
         active: &[usize],
-        masks: MasksBySlot<'_>,
+        masks: Option<MasksBySlot<'_>>,
     ) -> Result<()> {
         draft.draft(self, states, active, masks)
     }
 
+    fn choose_all<'a>(
+        &self,
+        _: &mut Self::Draft,
+        _: &[f32],
+        _: usize,
+        _: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
+    ) -> Result<()> {
+        Ok(())
+    }
+
     fn choose(
         &self,
+        _: &Self::Draft,
         logits: &[f32],
         vocab: usize,
         row: usize,
@@ -228,10 +240,11 @@ impl Backend for Cpu {
         row: usize,
         token: TokenId,
         count: usize,
-    ) -> TokenLogProb {
+    ) -> Result<TokenLogProb> {
         let logits = &logits[row * vocab..][..vocab];
         let mut best = Vec::new();
         ops::top_k(logits, count, &mut best);
-        TokenLogProb::from_parts(logits, token, ops::log_sum_exp(logits), best.iter().map(|(id, _)| *id))
+        let ids = best.iter().map(|(id, _)| *id);
+        Ok(TokenLogProb::from_parts(logits, token, ops::log_sum_exp(logits), ids))
     }
 }

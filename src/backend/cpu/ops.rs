@@ -243,6 +243,12 @@ impl Rope {
         self.table.len() / (2 * self.half)
     }
 
+    /// `[positions, 2, head_dim / 2]`: cosines, sines.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn table(&self) -> &[f32] {
+        &self.table
+    }
+
     /// Turns all heads of one row, `[heads, head_dim]`, to `position`.
     ///
     /// # Errors

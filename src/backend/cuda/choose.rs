@@ -5,40 +5,13 @@ mod pack;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use bytemuck::Pod;
-use half::{bf16, f16};
-
 use super::context::{Cuda, Kernel};
 use super::launch;
 use super::memory::{DeviceSlice, Memory};
+use super::view::{Format, Logit, View};
 use crate::error::{Error, Result, expect_len};
 use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
 use pack::Packer;
-
-/// A number format of logits on a GPU: [`bf16`], [`struct@f16`] or `f32`. Sealed.
-pub trait Logit: sealed::Sealed + Pod {
-    /// The format's name: `bf16`, `f16`, `f32`.
-    const NAME: &'static str;
-}
-
-impl Logit for bf16 {
-    const NAME: &'static str = "bf16";
-}
-
-impl Logit for f16 {
-    const NAME: &'static str = "f16";
-}
-
-impl Logit for f32 {
-    const NAME: &'static str = "f32";
-}
-
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for half::bf16 {}
-    impl Sealed for half::f16 {}
-    impl Sealed for f32 {}
-}
 
 /// What a [`Chooser`] is made for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -115,8 +88,16 @@ impl<'a> ChooseRow<'a> {
 /// masks what they have: a call that has more of these than any before allocates, and so waits for the device.
 #[derive(Debug)]
 pub struct Chooser<T> {
+    rows: RowChooser,
+    logit: PhantomData<fn(T)>,
+}
+
+/// A chooser from logits of any format.
+#[derive(Debug)]
+pub(super) struct RowChooser {
     cuda: Cuda,
-    kernel: Kernel,
+    /// By format; those that it was made for.
+    kernels: [Option<Kernel>; 3],
     config: ChooserConfig,
     multiprocessors: usize,
     packer: Packer,
@@ -128,7 +109,6 @@ pub struct Chooser<T> {
     /// As `results`, of the last call.
     words: Vec<u64>,
     num_rows: usize,
-    logit: PhantomData<fn(T)>,
 }
 
 impl<T: Logit> Chooser<T> {
@@ -138,20 +118,7 @@ impl<T: Logit> Chooser<T> {
     /// *Misuse* when a number of the configuration is out of its range; *unsupported* when the images lack the
     /// kernel; *fault* when the device has no memory.
     pub fn new(cuda: &Cuda, config: ChooserConfig) -> Result<Self> {
-        config.check()?;
-        Ok(Self {
-            cuda: cuda.clone(),
-            kernel: cuda.kernel(&format!("ev_choose_{}", T::NAME))?,
-            multiprocessors: cuda.multiprocessors()?,
-            packer: Packer::default(),
-            rows: Memory::new(cuda, config.max_rows * size_of::<launch::ChooseRow>(), 0)?,
-            results: Memory::new(cuda, result_words(config.max_rows) * 8, 0)?,
-            workspaces: Memory::new(cuda, 0, 0)?,
-            words: vec![0; result_words(config.max_rows)],
-            num_rows: 0,
-            logit: PhantomData,
-            config,
-        })
+        Ok(Self { rows: RowChooser::new(cuda, config, &[T::FORMAT])?, logit: PhantomData })
     }
 
     /// Chooses from `logits`, `[rows, columns]`, one token for each of `rows`. Waits for the keys.
@@ -164,20 +131,63 @@ impl<T: Logit> Chooser<T> {
     /// another stream, a mask has another length, or a row with filters lacks its threshold where the columns are
     /// a shard. *Fault* when the device fails.
     pub fn choose(&mut self, logits: DeviceSlice<'_, T>, rows: &[ChooseRow<'_>]) -> Result<&[ChoiceKey]> {
-        self.num_rows = 0;
-        let config = &self.config;
-        if rows.len() > config.max_rows {
-            return Err(Error::misuse("rows of a call", format!("at most {}", config.max_rows), rows.len()));
+        self.rows.choose(logits.into(), rows.iter().copied())
+    }
+
+    /// The least logit over temperature that each row's filters kept in the last call: negative infinity for a
+    /// row without filters or at temperature 0, and what was given where it was given. Of no use where the row's key is an error. None after a call that failed.
+    pub fn thresholds(&self) -> &[f32] {
+        let (rows, num_rows) = (&self.rows, self.rows.num_rows);
+        let words = &rows.words[num_rows..result_words(num_rows)];
+        &bytemuck::cast_slice(words)[..num_rows]
+    }
+}
+
+impl RowChooser {
+    pub(super) fn new(cuda: &Cuda, config: ChooserConfig, formats: &[Format]) -> Result<Self> {
+        config.check()?;
+        let mut kernels = [None; 3];
+        for format in formats {
+            kernels[*format as usize] = Some(cuda.kernel(&format!("ev_choose_{}", format.name()))?);
         }
-        expect_len("logits", rows.len() * config.columns.len(), logits.len)?;
+        Ok(Self {
+            cuda: cuda.clone(),
+            kernels,
+            multiprocessors: cuda.multiprocessors()?,
+            packer: Packer::default(),
+            rows: Memory::new(cuda, config.max_rows * size_of::<launch::ChooseRow>(), 0)?,
+            results: Memory::new(cuda, result_words(config.max_rows) * 8, 0)?,
+            workspaces: Memory::new(cuda, 0, 0)?,
+            words: vec![0; result_words(config.max_rows)],
+            num_rows: 0,
+            config,
+        })
+    }
+
+    /// As [`Chooser::choose`].
+    pub(super) fn choose<'a>(
+        &mut self,
+        logits: View<'_>,
+        rows: impl ExactSizeIterator<Item = ChooseRow<'a>>,
+    ) -> Result<&[ChoiceKey]> {
+        self.num_rows = 0;
+        let (config, num_rows) = (&self.config, rows.len());
+        if num_rows > config.max_rows {
+            return Err(Error::misuse("rows of a call", format!("at most {}", config.max_rows), num_rows));
+        }
+        expect_len("logits", num_rows * config.columns.len(), logits.len)?;
         if logits.stream != self.cuda.stream_id() {
             return Err(Error::misuse("logits", "memory of the `Cuda` that made the chooser", "another's"));
         }
-        if rows.is_empty() {
+        let Some(kernel) = self.kernels[logits.format as usize] else {
+            return Err(Error::misuse("logits", "a format that the chooser was made for", logits.format.name()));
+        };
+        if num_rows == 0 {
             return Ok(&[]);
         }
-        if logits.address == 0 || !logits.address.is_multiple_of(size_of::<T>() as u64) {
-            let wanted = format!("an address that is a multiple of {}", size_of::<T>());
+        let alignment = logits.format.bytes();
+        if logits.address == 0 || !logits.address.is_multiple_of(alignment as u64) {
+            let wanted = format!("an address that is a multiple of {alignment}");
             return Err(Error::misuse("logits", wanted, format!("{:#x}", logits.address)));
         }
         self.packer.pack(rows, config.vocab, &config.columns)?;
@@ -185,33 +195,31 @@ impl<T: Logit> Chooser<T> {
         self.rows.reserve(size_of_val(self.packer.words()))?;
         self.workspaces.reserve(self.packer.num_workspaces() * row_units * 8 * size_of::<f32>())?;
         self.rows.queue_write(self.packer.words())?;
-        self.results.queue_zeros(rows.len() * 8)?;
+        self.results.queue_zeros(num_rows * 8)?;
         let mut arguments = launch::Choose {
             logits: logits.address,
             rows: self.rows.address,
             keys: self.results.address,
-            thresholds: self.results.address + (rows.len() * 8) as u64,
+            thresholds: self.results.address + (num_rows * 8) as u64,
             z: self.workspaces.address,
             first_token: config.columns.start as u32,
             columns: config.columns.len() as u32,
         };
         let warps = row_units.div_ceil(32).min(config.max_warps);
         // Two blocks for each multiprocessor, unless their threads had nothing to do.
-        let blocks = (2 * self.multiprocessors).div_ceil(rows.len()).min(row_units.div_ceil(32 * warps));
-        let grid = (blocks as u32, rows.len() as u32);
-        launch::choose(&self.cuda, self.kernel, grid, 32 * warps as u32, &mut arguments)?;
-        let words = &mut self.words[..result_words(rows.len())];
+        let blocks = (2 * self.multiprocessors).div_ceil(num_rows).min(row_units.div_ceil(32 * warps));
+        let grid = (blocks as u32, num_rows as u32);
+        launch::choose(&self.cuda, kernel, grid, 32 * warps as u32, &mut arguments)?;
+        let words = &mut self.words[..result_words(num_rows)];
         self.results.queue_read(words)?;
         self.cuda.synchronize()?;
-        self.num_rows = rows.len();
-        Ok(bytemuck::cast_slice(&self.words[..self.num_rows]))
+        self.num_rows = num_rows;
+        Ok(self.keys())
     }
 
-    /// The least logit over temperature that each row's filters kept in the last call: negative infinity for a
-    /// row without filters or at temperature 0, and what was given where it was given. Of no use where the row's key is an error. None after a call that failed.
-    pub fn thresholds(&self) -> &[f32] {
-        let words = &self.words[self.num_rows..result_words(self.num_rows)];
-        &bytemuck::cast_slice(words)[..self.num_rows]
+    /// The keys of the last call; none after one that failed.
+    pub(super) fn keys(&self) -> &[ChoiceKey] {
+        bytemuck::cast_slice(&self.words[..self.num_rows])
     }
 }
 

@@ -177,11 +177,16 @@ impl Cuda {
     /// *Fault* when the device fails.
     pub fn download<T: Pod>(&self, buffer: &Buffer<T>) -> Result<Vec<T>> {
         self.expect_own(buffer)?;
-        let mut data = vec![T::zeroed(); buffer.len];
+        self.read(buffer.memory.address, buffer.len)
+    }
+
+    /// What `len` elements at an address, which are there, hold after all that was queued.
+    pub(super) fn read<T: Pod>(&self, address: u64, len: usize) -> Result<Vec<T>> {
+        let mut data = vec![T::zeroed(); len];
         if !data.is_empty() {
             self.bind()?;
-            // SAFETY: the buffer has `data.len()` elements. The driver has written pageable memory when it returns.
-            let copy = unsafe { result::memcpy_dtoh_async(&mut data, buffer.memory.address, self.stream()) };
+            // SAFETY: there are `data.len()` elements. The driver has written pageable memory when it returns.
+            let copy = unsafe { result::memcpy_dtoh_async(&mut data, address, self.stream()) };
             self.check("cuMemcpyDtoHAsync", copy)?;
         }
         self.synchronize()?;

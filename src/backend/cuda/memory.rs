@@ -43,6 +43,17 @@ impl Memory {
         Ok(())
     }
 
+    /// A copy of it that is `bytes` bytes; what is new is zero.
+    pub(super) fn grown(&self, bytes: usize) -> Result<Self> {
+        let grown = Self::new(&self.cuda, bytes.max(self.bytes), 0)?;
+        if self.bytes > 0 {
+            // SAFETY: both have so many bytes; they live until the copy has run, as they wait for the stream.
+            let copy = unsafe { result::memcpy_dtod_async(grown.address, self.address, self.bytes, self.cuda.stream()) };
+            self.cuda.check("cuMemcpyDtoDAsync", copy)?;
+        }
+        Ok(grown)
+    }
+
     /// Queues a copy of `data` to its start; `data` is free when this returns.
     pub(super) fn queue_write<T: Pod>(&mut self, data: &[T]) -> Result<()> {
         self.expect_room(size_of_val(data))?;

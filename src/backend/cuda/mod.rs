@@ -10,9 +10,12 @@
 mod choose;
 mod context;
 mod group;
+mod head;
 mod launch;
+mod linear;
 mod memory;
 mod probe;
+mod view;
 
 mod images {
     /// Images are read in words by the driver.
@@ -23,9 +26,11 @@ mod images {
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
 
-pub use choose::{ChooseRow, Chooser, ChooserConfig, Logit};
+pub use choose::{ChooseRow, Chooser, ChooserConfig};
 pub use context::{Cuda, Graph};
+pub use head::CudaHead;
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
+pub use view::{Embedding, Logit, View};
 
 /// The kernel images in this build, a fatbin for each file of `kernels/`; none without nvcc.
 pub fn kernel_images() -> &'static [(&'static str, &'static [u8])] {

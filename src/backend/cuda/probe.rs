@@ -34,6 +34,7 @@ const SYMBOLS: &[&str] = &[
     "cuMemFree_v2",
     "cuMemHostAlloc",
     "cuMemHostGetDevicePointer_v2",
+    "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuMemsetD8Async",

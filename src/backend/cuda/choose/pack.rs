@@ -48,9 +48,9 @@ struct Bias {
 
 impl Packer {
     /// Packs `rows` for a device that has `columns` of a vocabulary of `vocab` tokens.
-    pub(super) fn pack(
+    pub(super) fn pack<'a>(
         &mut self,
-        rows: &[ChooseRow<'_>],
+        rows: impl ExactSizeIterator<Item = ChooseRow<'a>>,
         vocab: usize,
         columns: &Range<usize>,
     ) -> Result<()> {
@@ -59,8 +59,8 @@ impl Packer {
         self.num_workspaces = 0;
         // The same addresses in another call may hold another text.
         (self.text.of, self.bias.of) = (None, None);
-        for (i, row) in rows.iter().enumerate() {
-            let packed = self.row(i, row, vocab, columns)?;
+        for (i, row) in rows.enumerate() {
+            let packed = self.row(i, &row, vocab, columns)?;
             let place = &mut self.words[i * ROW_WORDS..][..ROW_WORDS];
             bytemuck::cast_slice_mut(place).copy_from_slice(bytemuck::bytes_of(&packed));
         }

@@ -1,0 +1,581 @@
+//! The EAGLE-3 head on a GPU: what to draft comes up in one copy, the candidates come down in one, and in between
+//! all levels run as one graph.
+
+mod abi;
+mod layer;
+
+use std::collections::{HashMap, VecDeque};
+
+use super::choose::{ChooseRow, ChooserConfig, RowChooser};
+use super::context::{Cuda, Graph, Kernel};
+use super::gather::{GatherFeatures, queue_gather};
+use super::linear::Halves;
+use super::memory::Memory;
+use super::view::{Embedding, Format, View};
+use crate::backend::{Backend, DraftLimits, DraftState, MasksBySlot};
+use crate::draft::{Eagle3Checkpoint, Eagle3Config, Weights};
+use crate::error::{Error, Result};
+use crate::sampling::{ChoiceKey, Sampler, SamplingContext, TokenLogProb};
+use crate::tree::{DraftTree, TokenId};
+use abi::{NONE, PASS_ROWS};
+use layer::{Layer, Levels, PAGE_SIZE, num_chunks};
+
+/// The head, the features that wait for it, and what a step needs.
+#[derive(Debug)]
+pub struct CudaHead {
+    // Before the memory that they use.
+    graphs: HashMap<Levels, Graph>,
+    cuda: Cuda,
+    config: Eagle3Config,
+    layer: Layer,
+    waiting: Waiting,
+    step: Step,
+    /// The pages of each slot that the device knows.
+    pages: Vec<Vec<u32>>,
+    /// Requests of this step that draft: their slots.
+    drafting: Vec<usize>,
+    pools: Vec<u32>,
+    masks: Masks,
+    chooser: RowChooser,
+}
+
+/// Target features that wait, on the device, by slot.
+#[derive(Debug)]
+struct Waiting {
+    /// `[capacity, feature_width]` each.
+    high: Memory,
+    low: Memory,
+    capacity: usize,
+    free: Vec<u32>,
+    of_slot: Vec<VecDeque<u32>>,
+    /// Pairs of a row of the engine's and a row here.
+    list: Vec<[u32; 2]>,
+    list_memory: Memory,
+    /// By the format of features.
+    gather: [Kernel; 3],
+}
+
+/// What goes up in a step.
+#[derive(Debug)]
+struct Step {
+    requests: Vec<abi::Request>,
+    rows: Vec<abi::Row>,
+    pairs: Vec<abi::Row>,
+    /// Which of the waiting rows is each pair's.
+    features: Vec<u32>,
+    updates: Vec<abi::PageUpdate>,
+    bytes: Vec<u8>,
+    memory: Memory,
+    max_requests: usize,
+}
+
+/// Where the parts of a step lie on the device.
+#[derive(Clone, Copy, Debug)]
+struct StepPlaces {
+    requests: u64,
+    rows: u64,
+    pairs: u64,
+    features: u64,
+    updates: u64,
+}
+
+/// Masks of allowed tokens for the rows of a level.
+#[derive(Debug)]
+struct Masks {
+    rows: Vec<abi::Row>,
+    path: Vec<TokenId>,
+    words: Vec<u32>,
+    memory: Memory,
+}
+
+impl Backend for Cuda {
+    type View<'a> = View<'a>;
+    type Draft = CudaHead;
+    type Embedding = Embedding;
+
+    const KV_PAGE_SIZE: usize = PAGE_SIZE;
+    const CHOOSES_AT_ONCE: bool = true;
+
+    fn load_draft(
+        &self,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<Embedding>,
+        limits: DraftLimits,
+    ) -> Result<CudaHead> {
+        CudaHead::new(self, checkpoint, embedding, limits)
+    }
+
+    fn view_len(view: View<'_>) -> usize {
+        view.len
+    }
+
+    fn keep_features(
+        &self,
+        draft: &mut CudaHead,
+        features: View<'_>,
+        rows: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<()> {
+        draft.keep_features(features, rows)
+    }
+
+    fn forget_features(&self, draft: &mut CudaHead, slot: usize) {
+        let Waiting { of_slot, free, .. } = &mut draft.waiting;
+        free.extend(of_slot[slot].drain(..));
+    }
+
+    fn draft(
+        &self,
+        draft: &mut CudaHead,
+        states: &mut [DraftState],
+        active: &[usize],
+        masks: Option<MasksBySlot<'_>>,
+    ) -> Result<()> {
+        let drafted = draft.draft(states, active, masks);
+        if drafted.is_err() {
+            // What the device knows of pages is unknown.
+            draft.pages.iter_mut().for_each(Vec::clear);
+        }
+        drafted
+    }
+
+    fn choose_all<'a>(
+        &self,
+        draft: &mut CudaHead,
+        logits: View<'_>,
+        _: usize,
+        rows: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
+    ) -> Result<()> {
+        draft.chooser.choose(logits, rows.map(|(sampler, context)| ChooseRow::new(sampler, context))).map(drop)
+    }
+
+    fn choose(
+        &self,
+        draft: &CudaHead,
+        _: View<'_>,
+        _: usize,
+        row: usize,
+        _: &Sampler,
+        _: SamplingContext<'_>,
+    ) -> Result<ChoiceKey> {
+        draft.chooser.keys()[row].checked()
+    }
+
+    fn log_prob(
+        &self,
+        logits: View<'_>,
+        vocab: usize,
+        row: usize,
+        token: TokenId,
+        count: usize,
+    ) -> Result<TokenLogProb> {
+        Ok(TokenLogProb::new(&logits.read(self, row * vocab..(row + 1) * vocab)?, token, count))
+    }
+}
+
+impl CudaHead {
+    fn new(
+        cuda: &Cuda,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<Embedding>,
+        limits: DraftLimits,
+    ) -> Result<Self> {
+        let config = checkpoint.config.clone();
+        let embedding = match &checkpoint.embedding {
+            Some(own) => match &own.weights {
+                Weights::Bf16(table) => Embedding::new(cuda.upload(table)?, own.columns)?,
+                Weights::F32(table) => Embedding::new(cuda.upload(table)?, own.columns)?,
+            },
+            None => embedding.ok_or_else(|| {
+                Error::misuse("embedding table", "the target's, as the head has none", "none")
+            })?,
+        };
+        embedding.expect_own(cuda)?;
+        if (embedding.vocab(), embedding.hidden()) != (config.target.vocab, config.hidden) {
+            let wanted = format!("[{}, {}]", config.target.vocab, config.hidden);
+            let seen = format!("[{}, {}]", embedding.vocab(), embedding.hidden());
+            return Err(Error::misuse("embedding table", wanted, seen));
+        }
+        let layer = Layer::new(cuda, checkpoint, embedding, limits)?;
+        let max_requests = limits.max_requests;
+        let empty = || Memory::new(cuda, 0, 0);
+        let max_rows = (max_requests * DraftTree::MAX_NODES).min(65_535);
+        Ok(Self {
+            graphs: HashMap::new(),
+            waiting: Waiting::new(cuda, layer.half(), &config, max_requests)?,
+            step: Step::new(cuda, max_requests)?,
+            pages: vec![Vec::new(); max_requests],
+            drafting: Vec::new(),
+            pools: Vec::new(),
+            masks: Masks { rows: Vec::new(), path: Vec::new(), words: Vec::new(), memory: empty()? },
+            chooser: RowChooser::new(cuda, ChooserConfig::new(max_rows, config.target.vocab), &Format::ALL)?,
+            layer,
+            cuda: cuda.clone(),
+            config,
+        })
+    }
+
+    fn keep_features(&mut self, features: View<'_>, rows: impl Iterator<Item = (usize, usize)>) -> Result<()> {
+        if features.stream != self.cuda.stream_id() {
+            return Err(Error::misuse("features", "memory of the speculator's `Cuda`", "another's"));
+        }
+        let waiting = &mut self.waiting;
+        waiting.list.clear();
+        let mut num_kept = 0;
+        let mut kept = || -> Result<()> {
+            for (slot, row) in rows {
+                let place = waiting.place(&self.config)?;
+                waiting.of_slot[slot].push_back(place);
+                waiting.list.push([row as u32, place]);
+                num_kept += 1;
+            }
+            if num_kept == 0 {
+                return Ok(());
+            }
+            waiting.list_memory.reserve(num_kept * 8)?;
+            waiting.list_memory.queue_write(&waiting.list)?;
+            let mut arguments = GatherFeatures {
+                features: features.address,
+                rows: waiting.list_memory.address,
+                high: waiting.high.address,
+                low: waiting.low.address,
+                width: self.config.feature_width() as u32,
+                reserved: 0,
+            };
+            let kernel = waiting.gather[features.format as usize];
+            // SAFETY: the kernel is that of the features' format and the planes' halves. `Speculator` compared the
+            // view's length with its rows; the list and the planes are this store's own and wait for the stream
+            // before they are freed; each place was free, so none is named twice.
+            unsafe { queue_gather(&self.cuda, kernel, num_kept, &mut arguments) }
+        };
+        kept().inspect_err(|_| self.waiting.take_back())
+    }
+
+    fn draft(
+        &mut self,
+        states: &mut [DraftState],
+        active: &[usize],
+        masks: Option<MasksBySlot<'_>>,
+    ) -> Result<()> {
+        let levels = self.pack(states, active)?;
+        if let Some(levels) = &levels
+            && self.layer.reserve(levels)?
+        {
+            self.graphs.clear();
+        }
+        let has_moved = self.step.memory.address;
+        let places = self.step.upload(levels.map_or(0, |levels| levels.requests))?;
+        if self.step.memory.address != has_moved {
+            self.graphs.clear();
+        }
+        if !self.step.updates.is_empty() {
+            self.layer.update_pages(places.updates, self.step.updates.len())?;
+        }
+        for first in (0..self.step.pairs.len()).step_by(PASS_ROWS) {
+            let num_rows = PASS_ROWS.min(self.step.pairs.len() - first);
+            let rows = places.pairs + (first * size_of::<abi::Row>()) as u64;
+            let row_index = places.features + (first * 4) as u64;
+            let Waiting { high, low, .. } = &self.waiting;
+            let inputs = Halves { high: high.address, low: low.address, row_index };
+            self.layer.extend(rows, num_rows, inputs)?;
+        }
+        if let Some(levels) = &levels {
+            match masks {
+                None => self.run_graph(levels, places)?,
+                Some(masks) => self.run_masked(levels, places, masks)?,
+            }
+            self.read_pools(levels)?;
+            for (pool, &slot) in self.pools.chunks_exact(levels.pool_words()).zip(&self.drafting) {
+                fill_pool(pool, self.config.target.vocab, &mut states[slot])?;
+            }
+        }
+        for &slot in active {
+            let state = &mut states[slot];
+            let num_done = state.next_tokens.len().saturating_sub(1);
+            state.table.advance(num_done);
+            let Waiting { of_slot, free, .. } = &mut self.waiting;
+            free.extend(of_slot[slot].drain(..num_done));
+            state.next_tokens.drain(..num_done);
+            state.first_is_written = !state.next_tokens.is_empty();
+        }
+        Ok(())
+    }
+
+    /// Collects what goes up: pairs that wait, new pages, and of the requests that draft the last pair as the first
+    /// row. `None` if no request drafts.
+    fn pack(&mut self, states: &[DraftState], active: &[usize]) -> Result<Option<Levels>> {
+        let Self { step, pages, waiting, drafting, .. } = self;
+        step.clear();
+        drafting.clear();
+        let (mut width, mut depth, mut longest, mut noise) = (0, 0, 0, false);
+        for &slot in active {
+            let DraftState { table, next_tokens, first_is_written, budget, text, .. } = &states[slot];
+            let known = &mut pages[slot];
+            for (index, &page) in table.pages().iter().enumerate() {
+                if known.get(index) != Some(&page) {
+                    known.truncate(index);
+                    known.push(page);
+                    step.updates.push(abi::PageUpdate { slot: slot as u32, index: index as u32, page });
+                }
+            }
+            if next_tokens.is_empty() {
+                continue;
+            }
+            let last = table.len() + next_tokens.len() - 1;
+            let request = (budget.depth() > 0).then_some(drafting.len() as u32);
+            // A pair that has run before runs again only to start the tree.
+            let skipped = usize::from(*first_is_written && next_tokens.len() > 1);
+            for (i, token) in next_tokens.iter().enumerate().skip(skipped) {
+                let kv_row = table.len() + i;
+                step.features.push(waiting.of_slot[slot][i]);
+                step.pairs.push(abi::Row {
+                    token: token.0,
+                    position: kv_row as u32,
+                    kv_slot: table.slot(kv_row) as u32,
+                    keep: request.filter(|_| kv_row == last).unwrap_or(NONE),
+                    ..abi::Row::default()
+                });
+            }
+            let Some(request) = request else { continue };
+            let params = text.sampler.params();
+            step.requests.push(abi::Request {
+                seed: params.seed,
+                slot: slot as u32,
+                prefix_len: last as u32 + 1,
+                width: budget.width() as u32,
+                depth: budget.depth() as u32,
+                position: text.committed.len() as u32,
+                root: text.committed[text.committed.len() - 1].0,
+                temperature: params.temperature,
+                noise_scale: text.coupling.noise_scale,
+                confidence_temperature: text.coupling.confidence_temperature,
+                reserved: 0,
+            });
+            step.rows.push(abi::Row {
+                request,
+                token: next_tokens[next_tokens.len() - 1].0,
+                position: last as u32,
+                kv_slot: NONE, // it is written already
+                source: request,
+                keep: NONE,
+                ..abi::Row::default()
+            });
+            drafting.push(slot);
+            (width, depth) = (width.max(budget.width()), depth.max(budget.depth()));
+            longest = longest.max(last + 1);
+            noise |= params.temperature > 0.0 && text.coupling.noise_scale > 0.0;
+        }
+        if drafting.is_empty() {
+            return Ok(None);
+        }
+        let chunks = num_chunks(longest).next_power_of_two();
+        let requests = drafting.len().next_power_of_two();
+        Ok(Some(Levels { requests, width, depth, chunks, noise }))
+    }
+
+    /// All levels, with no word from the host in between.
+    fn run_graph(&mut self, levels: &Levels, places: StepPlaces) -> Result<()> {
+        if !self.graphs.contains_key(levels) {
+            let layer = &self.layer;
+            let graph = self.cuda.capture(|| {
+                layer.start(levels, places.requests)?;
+                (1..=levels.depth)
+                    .try_for_each(|level| layer.level(levels, level, places.requests, places.rows, 0))
+            })?;
+            self.graphs.insert(*levels, graph);
+        }
+        let Some(graph) = self.graphs.get_mut(levels) else { return Ok(()) };
+        // SAFETY: the recorded launches use memory of the layer and of the step, which live as long as the graph:
+        // graphs are dropped when any of it moves, and before it when the head is dropped.
+        unsafe { graph.launch() }
+    }
+
+    /// Level by level, since masks depend on what was drafted.
+    fn run_masked(&mut self, levels: &Levels, places: StepPlaces, masks: MasksBySlot<'_>) -> Result<()> {
+        let mask_words = self.config.target.vocab.div_ceil(32);
+        self.layer.start(levels, places.requests)?;
+        for level in 1..=levels.depth {
+            let Masks { rows, path, words, memory } = &mut self.masks;
+            let row_width = levels.row_width(level);
+            rows.clear();
+            if level == 1 {
+                rows.extend_from_slice(&self.step.rows);
+                rows.resize(levels.requests, abi::Row { request: NONE, ..abi::Row::default() });
+            } else {
+                rows.resize(levels.requests * row_width, abi::Row::default());
+                self.layer.level_rows(level).queue_read(rows)?;
+            }
+            self.pools.resize(levels.requests * levels.pool_words(), 0);
+            self.layer.pools().queue_read(&mut self.pools)?;
+            self.cuda.synchronize()?;
+            words.clear();
+            words.resize(rows.len() * mask_words, u32::MAX);
+            for (row, mask) in rows.iter().zip(words.chunks_exact_mut(mask_words)) {
+                let Some(&slot) = self.drafting.get(row.request as usize) else { continue };
+                let pool = &self.pools[row.request as usize * levels.pool_words()..][..levels.pool_words()];
+                path_of(pool, row.candidate, path);
+                if !masks(slot, path, mask) {
+                    mask.fill(u32::MAX);
+                }
+            }
+            memory.reserve(size_of_val(&words[..]))?;
+            memory.queue_write(words)?;
+            self.layer.level(levels, level, places.requests, places.rows, memory.address)?;
+        }
+        Ok(())
+    }
+
+    fn read_pools(&mut self, levels: &Levels) -> Result<()> {
+        self.pools.resize(levels.requests * levels.pool_words(), 0);
+        self.layer.pools().queue_read(&mut self.pools)?;
+        self.cuda.synchronize()
+    }
+}
+
+/// The candidates of a pool as it came down.
+fn candidates(pool: &[u32]) -> &[abi::Candidate] {
+    let num_candidates = (pool[0] as usize).min((pool.len() - 2) / 3);
+    bytemuck::cast_slice(&pool[2..2 + 3 * num_candidates])
+}
+
+/// The drafts down to a candidate.
+fn path_of(pool: &[u32], candidate: u32, path: &mut Vec<TokenId>) {
+    let candidates = candidates(pool);
+    path.clear();
+    let mut at = candidate as usize;
+    while at != 0
+        && let Some(candidate) = candidates.get(at)
+    {
+        path.push(TokenId(candidate.token));
+        at = (candidate.parent as usize).min(at - 1); // parents come first
+    }
+    path.reverse();
+}
+
+/// Gives a request its candidates.
+fn fill_pool(pool: &[u32], vocab: usize, state: &mut DraftState) -> Result<()> {
+    let candidates = candidates(pool);
+    for (i, candidate) in candidates.iter().enumerate().skip(1) {
+        let abi::Candidate { token, parent, score } = *candidate;
+        if parent as usize >= i || token as usize >= vocab || score.is_nan() || candidates.len() != pool[0] as usize {
+            let wanted = format!("tokens below {vocab} with a parent before them and a score");
+            return Err(Error::fault("candidates from the device", wanted, format!("{candidate:?}")));
+        }
+    }
+    let parts = candidates.iter().map(|c| (TokenId(c.token), c.parent as usize, c.score));
+    state.pool.refill(parts);
+    Ok(())
+}
+
+impl Waiting {
+    fn new(cuda: &Cuda, half: Format, config: &Eagle3Config, max_requests: usize) -> Result<Self> {
+        let kernel = |format: Format| {
+            cuda.kernel(&format!("ev_gather_features_{}_{}", format.name(), half.name()))
+        };
+        let mut waiting = Self {
+            high: Memory::new(cuda, 0, 0)?,
+            low: Memory::new(cuda, 0, 0)?,
+            capacity: 0,
+            free: Vec::new(),
+            of_slot: vec![VecDeque::new(); max_requests],
+            list: Vec::new(),
+            list_memory: Memory::new(cuda, 0, 0)?,
+            gather: [kernel(Format::Bf16)?, kernel(Format::F16)?, kernel(Format::F32)?],
+        };
+        // A chunk of a prompt, and what a few accepted drafts of each request leave.
+        waiting.grow(config, PASS_ROWS + 8 * max_requests)?;
+        Ok(waiting)
+    }
+
+    /// A free row.
+    fn place(&mut self, config: &Eagle3Config) -> Result<u32> {
+        if self.free.is_empty() {
+            self.grow(config, 2 * self.capacity)?;
+        }
+        self.free.pop().ok_or_else(|| Error::fault("rows for features", "one that is free", 0))
+    }
+
+    fn grow(&mut self, config: &Eagle3Config, capacity: usize) -> Result<()> {
+        let row_bytes = config.feature_width() * 2;
+        let (high, low) = (self.high.grown(capacity * row_bytes)?, self.low.grown(capacity * row_bytes)?);
+        (self.high, self.low) = (high, low);
+        self.free.extend((self.capacity as u32..capacity as u32).rev());
+        self.capacity = capacity;
+        Ok(())
+    }
+
+    /// Undoes the list.
+    fn take_back(&mut self) {
+        for [_, place] in self.list.drain(..) {
+            for of_slot in &mut self.of_slot {
+                if of_slot.back() == Some(&place) {
+                    of_slot.pop_back();
+                }
+            }
+            self.free.push(place);
+        }
+    }
+}
+
+impl Step {
+    fn new(cuda: &Cuda, max_requests: usize) -> Result<Self> {
+        let fixed = Self::fixed_bytes(max_requests);
+        Ok(Self {
+            requests: Vec::new(),
+            rows: Vec::new(),
+            pairs: Vec::new(),
+            features: Vec::new(),
+            updates: Vec::new(),
+            bytes: Vec::new(),
+            memory: Memory::new(cuda, fixed + 64 * 1024, 0)?,
+            max_requests,
+        })
+    }
+
+    fn clear(&mut self) {
+        self.requests.clear();
+        self.rows.clear();
+        self.pairs.clear();
+        self.features.clear();
+        self.updates.clear();
+    }
+
+    /// Bytes of requests and first rows, which graphs find at the start.
+    fn fixed_bytes(max_requests: usize) -> usize {
+        let places = max_requests.next_power_of_two();
+        places * (size_of::<abi::Request>() + size_of::<abi::Row>())
+    }
+
+    /// Queues one copy of all; `num_requests` counts those that fill up a graph's.
+    fn upload(&mut self, num_requests: usize) -> Result<StepPlaces> {
+        let places = self.max_requests.next_power_of_two();
+        self.requests.resize(num_requests, abi::Request::default());
+        self.rows.resize(num_requests, abi::Row { request: NONE, ..abi::Row::default() });
+        let rows_at = places * size_of::<abi::Request>();
+        let pairs_at = Self::fixed_bytes(self.max_requests);
+        let features_at = pairs_at + size_of_val(&self.pairs[..]);
+        let updates_at = features_at + size_of_val(&self.features[..]);
+        self.bytes.clear();
+        let parts: [(usize, &[u8]); 5] = [
+            (0, bytemuck::cast_slice(&self.requests)),
+            (rows_at, bytemuck::cast_slice(&self.rows)),
+            (pairs_at, bytemuck::cast_slice(&self.pairs)),
+            (features_at, bytemuck::cast_slice(&self.features)),
+            (updates_at, bytemuck::cast_slice(&self.updates)),
+        ];
+        for (at, part) in parts {
+            self.bytes.resize(at, 0);
+            self.bytes.extend_from_slice(part);
+        }
+        self.memory.reserve(self.bytes.len())?;
+        self.memory.queue_write(&self.bytes)?;
+        let at = |offset: usize| self.memory.address + offset as u64;
+        Ok(StepPlaces {
+            requests: at(0),
+            rows: at(rows_at),
+            pairs: at(pairs_at),
+            features: at(features_at),
+            updates: at(updates_at),
+        })
+    }
+}
+
