@@ -1,5 +1,5 @@
-/* What Rust hands to the kernels: `src/backend/cuda/launch.rs` mirrors every struct here, and both sides pin
-   every offset. Device addresses are uint64_t, 0 where absent. */
+/* What Rust hands to the kernels: `src/backend/cuda/launch.rs`, or the operation's own file there, mirrors every
+   struct here, and both sides pin every offset. Device addresses are uint64_t, 0 where absent. */
 #ifndef EAGLE_VERIFY_ABI_H
 #define EAGLE_VERIFY_ABI_H
 
@@ -230,6 +230,54 @@ typedef struct EvDraft {
   uint32_t reserved;
 } EvDraft;
 
+/* One array of a paged KV cache. A row is of parts, a part is of units, which are 16, 4 or 1 bytes; units of a row are
+   its columns, part by part. Strides are in bytes. */
+typedef struct EvKvPlane {
+  uint64_t address; /* a multiple of unit_bytes, as are the strides */
+  uint64_t page_stride;
+  uint64_t row_stride; /* from a row to the next in its page */
+  uint64_t part_stride;
+  uint32_t part_units;
+  uint32_t columns;
+  uint32_t unit_bytes;
+  uint32_t reserved;
+} EvKvPlane;
+
+/* A warp's work: up to 32 columns of a plane. */
+typedef struct EvKvChunk {
+  uint32_t plane;
+  uint32_t first_column;
+} EvKvChunk;
+
+/* A row to copy: both by page and row in the page. */
+typedef struct EvKvMove {
+  uint32_t from_page;
+  uint32_t from_row;
+  uint32_t to_page;
+  uint32_t to_row;
+} EvKvMove;
+
+/* One call to move rows, a row of blocks for each request. No two requests share a row; no source is the destination
+   of an earlier move, and no two moves have one destination. */
+typedef struct EvKvCommit {
+  uint64_t planes; /* EvKvPlane[] */
+  uint64_t chunks; /* EvKvChunk[num_chunks] */
+  uint64_t moves;  /* EvKvMove[], request by request, at a multiple of 16 */
+  uint64_t starts; /* uint32_t[requests + 1]: each one's first move, and the end */
+  uint32_t num_chunks;
+  uint32_t reserved;
+} EvKvCommit;
+
+/* Rows of features to copy as sums of two planes, a row of blocks for each. */
+typedef struct EvGatherFeatures {
+  uint64_t features; /* [.., width] */
+  uint64_t rows;     /* uint32_t[][2]: a row of the features, and the row of the planes that it goes to */
+  uint64_t high;     /* [.., width], at a multiple of 4 */
+  uint64_t low;      /* as high */
+  uint32_t width;    /* a multiple of 2 */
+  uint32_t reserved;
+} EvGatherFeatures;
+
 #ifdef __cplusplus
 #define EV_OFFSET(field, offset) static_assert(offsetof(EvAllReduceNorm, field) == (offset), #field)
 EV_OFFSET(slabs, 0);
@@ -363,6 +411,40 @@ EV_OFFSET(level, 280);
 EV_OFFSET(epsilon, 284);
 EV_OFFSET(scale, 288);
 static_assert(sizeof(EvDraft) == 296, "size");
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvKvPlane, field) == (offset), #field)
+EV_OFFSET(address, 0);
+EV_OFFSET(page_stride, 8);
+EV_OFFSET(row_stride, 16);
+EV_OFFSET(part_stride, 24);
+EV_OFFSET(part_units, 32);
+EV_OFFSET(columns, 36);
+EV_OFFSET(unit_bytes, 40);
+static_assert(sizeof(EvKvPlane) == 48, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(type, field, offset) static_assert(offsetof(type, field) == (offset), #field)
+EV_OFFSET(EvKvChunk, plane, 0);
+EV_OFFSET(EvKvChunk, first_column, 4);
+EV_OFFSET(EvKvMove, from_page, 0);
+EV_OFFSET(EvKvMove, from_row, 4);
+EV_OFFSET(EvKvMove, to_page, 8);
+EV_OFFSET(EvKvMove, to_row, 12);
+static_assert(sizeof(EvKvChunk) == 8 && sizeof(EvKvMove) == 16, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvKvCommit, field) == (offset), #field)
+EV_OFFSET(planes, 0);
+EV_OFFSET(chunks, 8);
+EV_OFFSET(moves, 16);
+EV_OFFSET(starts, 24);
+EV_OFFSET(num_chunks, 32);
+static_assert(sizeof(EvKvCommit) == 40, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvGatherFeatures, field) == (offset), #field)
+EV_OFFSET(features, 0);
+EV_OFFSET(rows, 8);
+EV_OFFSET(high, 16);
+EV_OFFSET(low, 24);
+EV_OFFSET(width, 32);
+static_assert(sizeof(EvGatherFeatures) == 40, "size");
 #undef EV_OFFSET
 #endif
 

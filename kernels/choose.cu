@@ -25,25 +25,6 @@ struct ChooseShared {
   uint32_t sure;  // ordered bits of a score that some token reaches
 };
 
-/// Eight logits as stored: the type, and how they are loaded from an address that is a multiple of 16, or singly.
-template <class Half>
-struct Halves {
-  using Stored = uint16_t;
-  static EV_DEVICE Floats eight(const Stored* from) {
-    return Floats::unpack<Half>(*reinterpret_cast<const Pack*>(from));
-  }
-  static EV_DEVICE float one(Stored v) { return Half::unpack(v).x; }
-};
-
-struct Singles {
-  using Stored = float;
-  static EV_DEVICE Floats eight(const Stored* from) {
-    const Pack* const packs = reinterpret_cast<const Pack*>(from);
-    return Floats::from_bits(packs[0], packs[1]);
-  }
-  static EV_DEVICE float one(Stored v) { return v; }
-};
-
 /// `fold` of all threads' values. A barrier.
 template <class Fold>
 EV_DEVICE uint64_t block_fold(uint64_t v, ChooseShared& shared, Fold fold) {

@@ -41,7 +41,10 @@ EV_DEVICE float sum_slices_at(const EvDraft& a, uint32_t r, uint32_t column) {
 template <class Half>
 EV_DEVICE void store_halves(const EvDraft& a, size_t at, const Floats& x) {
   Pack high, low;
-  x.split<Half>(high, low);
+  split<Half>(x.v[0], x.v[1], high.x, low.x);
+  split<Half>(x.v[2], x.v[3], high.y, low.y);
+  split<Half>(x.v[4], x.v[5], high.z, low.z);
+  split<Half>(x.v[6], x.v[7], high.w, low.w);
   reinterpret_cast<Pack*>(a.high)[at / 8] = high;
   reinterpret_cast<Pack*>(a.low)[at / 8] = low;
 }

@@ -9,24 +9,17 @@ namespace ev {
 using Pack = uint4;
 
 struct Bf16 {
+  static constexpr float kMax = 3.38953138925e38f;
   static EV_DEVICE float2 unpack(uint32_t v) {
     return make_float2(bits_to_float(v << 16), bits_to_float(v & 0xFFFF0000u));
   }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_bf16x2(low, high); }
-  /// What does not round to infinity, unless it is infinite.
-  static EV_DEVICE float saturate(float v) {
-    constexpr float kMax = 0x1.fep127f;
-    return fabsf(v) > kMax && fabsf(v) < __builtin_huge_valf() ? copysignf(kMax, v) : v;
-  }
 };
 
 struct F16 {
+  static constexpr float kMax = 65504.0f;
   static EV_DEVICE float2 unpack(uint32_t v) { return f16x2_to_floats(v); }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_f16x2(low, high); }
-  static EV_DEVICE float saturate(float v) {
-    constexpr float kMax = 65504.0f;
-    return fabsf(v) > kMax && fabsf(v) < __builtin_huge_valf() ? copysignf(kMax, v) : v;
-  }
 };
 
 /// Eight floats.
@@ -44,22 +37,6 @@ struct Floats {
   EV_DEVICE Pack pack() const {
     return {Element::pack(v[0], v[1]), Element::pack(v[2], v[3]), Element::pack(v[4], v[5]),
             Element::pack(v[6], v[7])};
-  }
-
-  /// In two halves: `high` is the nearest, `low` the nearest to what remains. A finite number gives finite halves.
-  template <class Half>
-  EV_DEVICE void split(Pack& high, Pack& low) const {
-    Floats nearest, rest;
-#pragma unroll
-    for (int i = 0; i < 8; i++) nearest.v[i] = Half::saturate(v[i]);
-    high = nearest.template pack<Half>();
-    nearest = unpack<Half>(high);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float difference = v[i] - nearest.v[i];
-      rest.v[i] = difference - difference == 0.0f ? Half::saturate(difference) : 0.0f;  // not of infinities and NaN
-    }
-    low = rest.template pack<Half>();
   }
 
   /// The eight as two packs of bits, and back.
@@ -93,6 +70,43 @@ struct Floats {
     return make_uint2(two(0) | two(2) << 16, two(4) | two(6) << 16);
   }
 };
+
+/// Eight elements as stored: the type, and how they are loaded from an address that is a multiple of 16, or singly.
+template <class Half>
+struct Halves {
+  using Stored = uint16_t;
+  static EV_DEVICE Floats eight(const Stored* from) {
+    return Floats::unpack<Half>(*reinterpret_cast<const Pack*>(from));
+  }
+  static EV_DEVICE float one(Stored v) { return Half::unpack(v).x; }
+};
+
+struct Singles {
+  using Stored = float;
+  static EV_DEVICE Floats eight(const Stored* from) {
+    const Pack* const packs = reinterpret_cast<const Pack*>(from);
+    return Floats::from_bits(packs[0], packs[1]);
+  }
+  static EV_DEVICE float one(Stored v) { return v; }
+};
+
+EV_DEVICE bool is_finite(float v) { return fabsf(v) <= 3.40282346639e38f; }
+
+/// Packs two floats, but what is finite stays finite: beyond the largest element it is that one.
+template <class Element>
+EV_DEVICE uint32_t pack_finite(float a, float b) {
+  const auto clamp = [](float v) { return is_finite(v) ? fminf(fmaxf(v, -Element::kMax), Element::kMax) : v; };
+  return Element::pack(clamp(a), clamp(b));
+}
+
+/// Two floats as sums of two elements each: `high` is the nearest element, `low` the nearest to what is missing.
+/// With finite floats both are finite; infinities and NaNs are in `high`, and `low` is 0.
+template <class Element>
+EV_DEVICE void split(float a, float b, uint32_t& high, uint32_t& low) {
+  high = pack_finite<Element>(a, b);
+  const float2 near = Element::unpack(high);
+  low = pack_finite<Element>(is_finite(a) ? a - near.x : 0.0f, is_finite(b) ? b - near.y : 0.0f);
+}
 
 /// The sum of 32 lanes, halves onto halves; every lane gets the same bits.
 EV_DEVICE float warp_sum(float v) {

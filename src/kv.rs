@@ -219,6 +219,12 @@ impl<'a> CommitPlan<'a> {
         Self { prefix_len, path }
     }
 
+    /// Rows that were committed before.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn prefix_len(&self) -> usize {
+        self.prefix_len
+    }
+
     /// Rows that become committed by this plan.
     pub fn num_kept_rows(&self) -> usize {
         self.path.len()

@@ -1,5 +1,5 @@
 //! Calls of a group allocate nothing, once it has formed, nor do those that choose a token, on the CPU or by a
-//! chooser, once their like has been seen. In a process of its own, for its allocator.
+//! chooser, once their like has been seen, nor those that move KV rows. In a process of its own, for its allocator.
 #![cfg(feature = "cuda")]
 
 #[path = "common/collective.rs"]
@@ -15,7 +15,9 @@ use collective::*;
 use cuda_emulator as emulator;
 use eagle_verify::TokenId;
 use eagle_verify::backend::cpu::Cpu;
-use eagle_verify::backend::cuda::{ChooseRow, Chooser, ChooserConfig};
+use eagle_verify::backend::cuda::{
+    ChooseRow, Chooser, ChooserConfig, KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove,
+};
 use eagle_verify::comm::{Group, NormOutputs, Quantized, Rendezvous, WorldSize};
 use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
 use emulated::OnEmulator;
@@ -124,6 +126,19 @@ fn calls_allocate_nothing() {
     };
     choose(&rows[..]);
     assert_eq!(count(|| (0..20).for_each(|i| choose(&rows[..1 + i % 4]))), 0);
+
+    // Moving KV rows.
+    let cache = cuda.upload(&[1u8; 4 * 16 * 8]).unwrap();
+    // SAFETY: the layout is the buffer's, which outlives the mover.
+    let plane = unsafe { KvPlane::from_raw(cache.address(), KvLayout::rows(4, 16, 8)) };
+    let config = KvMoverConfig { planes: vec![plane], page_size: 16, max_moves: 12 };
+    let mut mover = KvMover::new(cuda, config).unwrap();
+    let mut move_rows = |count: usize| {
+        let request = |first| (first..first + count).map(|to| SlotMove { from: to + 2, to });
+        mover.move_slots([request(0), request(32), request(16)]).unwrap();
+    };
+    assert_eq!(count(|| (0..20).for_each(|i| move_rows(i % 5))), 0);
+    cuda.synchronize().unwrap();
 
     let cpu = Cpu::with_threads(1).unwrap();
     let mut sample = |i: usize| {

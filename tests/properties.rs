@@ -1,8 +1,10 @@
 //! Laws of the pure modules, for any tree: their invariants, masks, walks, batches and KV plans.
 
+use std::collections::BTreeSet;
+
 use eagle_verify::{
-    AcceptStats, DraftTree, FinishReason, NodeId, OutputLimits, PagePool, RequestId, TokenId, Verdict,
-    VerifyBatch,
+    AcceptStats, DraftTree, FinishReason, NodeId, OutputLimits, PagePool, PageTable, RequestId, TokenId,
+    Verdict, VerifyBatch,
 };
 use proptest::prelude::*;
 
@@ -356,4 +358,158 @@ fn huge_requests_for_rows_are_faults() {
         assert_eq!(table.lease(rows).unwrap_err().subject(), "free KV pages");
     }
     assert_eq!((table.len(), pool.num_free_pages()), (1, (1 << 31) - 1));
+}
+
+/// What an engine may do wrong with its cache.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum EngineFault {
+    MovesDescending,
+    LastMoveForgotten,
+    AnotherTable,
+    TableForgotten,
+    OneRowTooMany,
+}
+
+/// A request of the model: its text, of which all rows but the last token's are in the cache.
+struct Served {
+    id: u64,
+    table: PageTable,
+    text: Vec<TokenId>,
+}
+
+/// An engine that serves several requests from one pool for so many steps: each step drafts a tree for each, writes
+/// all nodes' rows, accepts a path of any length, moves its rows and commits them; now and then a step is given up,
+/// or a request is finished and another admitted. A row of the cache is told by its request and text.
+///
+/// After every step all pages are accounted for, and each committed row holds what belongs to it.
+fn serve(num_steps: usize, page_size: usize, fault: Option<EngineFault>) -> Result<BTreeSet<usize>, String> {
+    const PAGES: usize = 48;
+    let mut numbers = Numbers::new(num_steps as u64 ^ page_size as u64);
+    let mut below = |end: usize| (numbers.next_u64() % end as u64) as usize;
+    let pool = PagePool::new(page_size, PAGES).unwrap();
+    let hash = |id: u64, text: &[TokenId]| {
+        text.iter().fold(id, |hash, token| Numbers::new(hash ^ u64::from(token.0) << 20).next_u64())
+    };
+    let mut cache = vec![0u64; PAGES * page_size];
+    let (mut requests, mut num_admitted, mut accepted) = (Vec::<Served>::new(), 0, BTreeSet::new());
+    for step in 0..num_steps {
+        if requests.len() < 5 && below(4) == 0 {
+            num_admitted += 1;
+            let text: Vec<TokenId> = (0..2 + below(12)).map(|i| TokenId(i as u32)).collect();
+            let mut admitted = Served { id: num_admitted, table: pool.table(), text };
+            let num_rows = admitted.text.len() - 1;
+            let is_admitted = admitted.table.lease(num_rows).and_then(|lease| {
+                for row in 0..num_rows {
+                    cache[lease.table().slot(row)] = hash(num_admitted, &admitted.text[..=row]);
+                }
+                lease.commit(num_rows)
+            });
+            if is_admitted.is_ok() {
+                requests.push(admitted);
+            }
+        }
+        for place in (0..requests.len()).rev() {
+            let Served { id, table, text } = &mut requests[place];
+            let mut tree = DraftTree::new(text[text.len() - 1]);
+            for token in 1..1 + below(9) {
+                let parent = tree.len() - 1 - below(3).min(tree.len() - 1);
+                tree.push(tree.node(parent).unwrap(), TokenId(token as u32)).unwrap();
+            }
+            let prefix = table.len();
+            let Ok(lease) = table.lease(tree.len()) else {
+                // Preempted: its pages are the others'.
+                let gone = requests.swap_remove(place);
+                if fault == Some(EngineFault::TableForgotten) {
+                    std::mem::forget(gone.table);
+                }
+                continue;
+            };
+            for node in tree.nodes() {
+                let path = path_to(&tree, node);
+                let drafts: Vec<TokenId> = path[1..].iter().map(|node| tree.token(*node)).collect();
+                cache[lease.table().slot(prefix + node.index())] = hash(*id, &[&text[..], &drafts].concat());
+            }
+            if below(8) == 0 {
+                continue; // given up: the lease rolls back
+            }
+            let end = tree.node(below(tree.len())).unwrap();
+            let path = path_to(&tree, end);
+            let mut batch = VerifyBatch::new();
+            batch.push(RequestId(*id), prefix + 1, &tree).unwrap();
+            let mut verdict = Verdict::new();
+            verdict.walk(&batch.entries()[0], NO_LIMIT, |node| {
+                let next = path.iter().position(|other| *other == node).and_then(|at| path.get(at + 1));
+                Ok(next.map_or(TokenId(77), |next| tree.token(*next)))
+            });
+            assert_eq!(verdict.path, path);
+            accepted.insert(verdict.num_correct_drafts());
+            let plan = verdict.commit_plan();
+            let mut moves: Vec<_> = plan.moves().collect();
+            match fault {
+                Some(EngineFault::MovesDescending) => moves.reverse(),
+                Some(EngineFault::LastMoveForgotten) => drop(moves.pop()),
+                _ => {}
+            }
+            for step in moves {
+                cache[lease.table().slot(step.to)] = cache[lease.table().slot(step.from)];
+            }
+            let is_short = tree.len() == plan.num_kept_rows();
+            let more = usize::from(fault == Some(EngineFault::OneRowTooMany) && !is_short);
+            lease.commit(plan.num_kept_rows() + more).unwrap();
+            text.extend(&verdict.emitted);
+            if text.len() > 60 || below(40) == 0 {
+                requests.swap_remove(place);
+            }
+        }
+        if fault == Some(EngineFault::AnotherTable) && requests.len() > 1 {
+            let (first, rest) = requests.split_at_mut(1);
+            if first[0].table.len() == rest[0].table.len() {
+                std::mem::swap(&mut first[0].table, &mut rest[0].table);
+            }
+        }
+
+        let mut held: Vec<u32> = requests.iter().flat_map(|request| request.table.pages()).copied().collect();
+        let num_held = held.len();
+        held.sort_unstable();
+        held.dedup();
+        if held.len() != num_held || num_held + pool.num_free_pages() != PAGES {
+            let seen =
+                format!("{} free, {num_held} held, {} of them once", pool.num_free_pages(), held.len());
+            return Err(format!("pages in step {step}: {seen}"));
+        }
+        for Served { id, table, text } in &requests {
+            if table.len() + 1 != text.len() || table.pages().len() != table.len().div_ceil(page_size) {
+                return Err(format!("rows in step {step}: {} of {} tokens", table.len(), text.len()));
+            }
+            if let Some(row) =
+                (0..table.len()).find(|row| cache[table.slot(*row)] != hash(*id, &text[..=*row]))
+            {
+                return Err(format!("row {row} of request {id} in step {step} holds another"));
+            }
+        }
+    }
+    Ok(accepted)
+}
+
+/// Pages and rows over ten thousand steps of mixed acceptance, for small and large pages.
+#[test]
+fn pages_and_rows_are_conserved() {
+    for page_size in [1, 4, 16] {
+        let accepted = serve(10_000, page_size, None).unwrap();
+        assert!((0..=6).all(|count| accepted.contains(&count)), "{accepted:?}");
+    }
+}
+
+#[test]
+fn an_engine_that_errs_is_caught() {
+    for (fault, wanted) in [
+        (EngineFault::MovesDescending, "holds another"),
+        (EngineFault::LastMoveForgotten, "holds another"),
+        (EngineFault::AnotherTable, "holds another"),
+        (EngineFault::TableForgotten, "pages in step"),
+        (EngineFault::OneRowTooMany, "rows in step"),
+    ] {
+        let seen = serve(10_000, 4, Some(fault)).unwrap_err();
+        assert!(seen.contains(wanted), "{fault:?}: {seen}");
+    }
 }

@@ -1,4 +1,5 @@
-//! The CUDA backend: devices, streams and memory, the collectives' kernels, and the choice of tokens.
+//! The CUDA backend: devices, streams and memory, the collectives' kernels, the choice of tokens, and the moves of
+//! KV rows.
 //!
 //! A [`Cuda`] value is a device with a stream of its own. Nothing falls back: a machine without a driver, or a
 //! build without nvcc, is an [`Error`](crate::Error) that says so.
@@ -9,8 +10,10 @@
 
 mod choose;
 mod context;
+mod gather;
 mod group;
 mod head;
+mod kv;
 mod launch;
 mod linear;
 mod memory;
@@ -29,6 +32,9 @@ mod images {
 pub use choose::{ChooseRow, Chooser, ChooserConfig};
 pub use context::{Cuda, Graph};
 pub use head::CudaHead;
+#[doc(hidden)]
+pub use gather::gather_features;
+pub use kv::{KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove};
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
 pub use view::{Embedding, Logit, View};
 
