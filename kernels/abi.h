@@ -411,6 +411,7 @@ EV_OFFSET(level, 280);
 EV_OFFSET(epsilon, 284);
 EV_OFFSET(scale, 288);
 static_assert(sizeof(EvDraft) == 296, "size");
+#undef EV_OFFSET
 #define EV_OFFSET(field, offset) static_assert(offsetof(EvKvPlane, field) == (offset), #field)
 EV_OFFSET(address, 0);
 EV_OFFSET(page_stride, 8);

@@ -170,9 +170,12 @@ impl CandidatePool {
     #[cfg(feature = "cuda")]
     pub(crate) fn refill(&mut self, candidates: impl Iterator<Item = (TokenId, usize, f32)>) {
         self.candidates.clear();
-        self.candidates.extend(
-            candidates.map(|(token, parent, score)| Candidate { token, parent, parent_rank: 0, score }),
-        );
+        self.candidates.extend(candidates.map(|(token, parent, score)| Candidate {
+            token,
+            parent,
+            parent_rank: 0,
+            score,
+        }));
     }
 
     /// The nodes that the draft model runs next.

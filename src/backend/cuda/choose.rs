@@ -180,7 +180,11 @@ impl RowChooser {
             return Err(Error::misuse("logits", "memory of the `Cuda` that made the chooser", "another's"));
         }
         let Some(kernel) = self.kernels[logits.format as usize] else {
-            return Err(Error::misuse("logits", "a format that the chooser was made for", logits.format.name()));
+            return Err(Error::misuse(
+                "logits",
+                "a format that the chooser was made for",
+                logits.format.name(),
+            ));
         };
         if num_rows == 0 {
             return Ok(&[]);

@@ -2,11 +2,11 @@
 
 use std::mem::offset_of;
 
-use super::choose::Logit;
 use super::context::{Cuda, Kernel};
 use super::kv::THREADS;
 use super::launch;
 use super::memory::{DeviceSlice, DeviceSliceMut};
+use super::view::Logit;
 use crate::element::Element;
 use crate::error::{Error, Result, expect_len};
 

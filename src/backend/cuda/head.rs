@@ -145,7 +145,10 @@ impl Backend for Cuda {
         _: usize,
         rows: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
     ) -> Result<()> {
-        draft.chooser.choose(logits, rows.map(|(sampler, context)| ChooseRow::new(sampler, context))).map(drop)
+        draft
+            .chooser
+            .choose(logits, rows.map(|(sampler, context)| ChooseRow::new(sampler, context)))
+            .map(drop)
     }
 
     fn choose(
@@ -214,14 +217,18 @@ impl CudaHead {
         })
     }
 
-    fn keep_features(&mut self, features: View<'_>, rows: impl Iterator<Item = (usize, usize)>) -> Result<()> {
+    fn keep_features(
+        &mut self,
+        features: View<'_>,
+        rows: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<()> {
         if features.stream != self.cuda.stream_id() {
             return Err(Error::misuse("features", "memory of the speculator's `Cuda`", "another's"));
         }
         let waiting = &mut self.waiting;
         waiting.list.clear();
         let mut num_kept = 0;
-        let mut kept = || -> Result<()> {
+        let kept = || -> Result<()> {
             for (slot, row) in rows {
                 let place = waiting.place(&self.config)?;
                 waiting.of_slot[slot].push_back(place);
@@ -456,7 +463,11 @@ fn fill_pool(pool: &[u32], vocab: usize, state: &mut DraftState) -> Result<()> {
     let candidates = candidates(pool);
     for (i, candidate) in candidates.iter().enumerate().skip(1) {
         let abi::Candidate { token, parent, score } = *candidate;
-        if parent as usize >= i || token as usize >= vocab || score.is_nan() || candidates.len() != pool[0] as usize {
+        if parent as usize >= i
+            || token as usize >= vocab
+            || score.is_nan()
+            || candidates.len() != pool[0] as usize
+        {
             let wanted = format!("tokens below {vocab} with a parent before them and a score");
             return Err(Error::fault("candidates from the device", wanted, format!("{candidate:?}")));
         }
@@ -468,9 +479,8 @@ fn fill_pool(pool: &[u32], vocab: usize, state: &mut DraftState) -> Result<()> {
 
 impl Waiting {
     fn new(cuda: &Cuda, half: Format, config: &Eagle3Config, max_requests: usize) -> Result<Self> {
-        let kernel = |format: Format| {
-            cuda.kernel(&format!("ev_gather_features_{}_{}", format.name(), half.name()))
-        };
+        let kernel =
+            |format: Format| cuda.kernel(&format!("ev_gather_features_{}_{}", format.name(), half.name()));
         let mut waiting = Self {
             high: Memory::new(cuda, 0, 0)?,
             low: Memory::new(cuda, 0, 0)?,
@@ -578,4 +588,3 @@ impl Step {
         })
     }
 }
-

@@ -47,7 +47,12 @@ impl LinearLayer {
         }
         let inputs = parts[0].columns;
         let outputs = all.len() / inputs;
-        Ok(Self { weights: cuda.upload(&all)?.into_memory(), kernel: cuda.kernel("ev_linear_bf16")?, inputs, outputs })
+        Ok(Self {
+            weights: cuda.upload(&all)?.into_memory(),
+            kernel: cuda.kernel("ev_linear_bf16")?,
+            inputs,
+            outputs,
+        })
     }
     pub(super) fn format(&self) -> Format {
         Format::Bf16

@@ -48,7 +48,9 @@ impl Memory {
         let grown = Self::new(&self.cuda, bytes.max(self.bytes), 0)?;
         if self.bytes > 0 {
             // SAFETY: both have so many bytes; they live until the copy has run, as they wait for the stream.
-            let copy = unsafe { result::memcpy_dtod_async(grown.address, self.address, self.bytes, self.cuda.stream()) };
+            let copy = unsafe {
+                result::memcpy_dtod_async(grown.address, self.address, self.bytes, self.cuda.stream())
+            };
             self.cuda.check("cuMemcpyDtoDAsync", copy)?;
         }
         Ok(grown)

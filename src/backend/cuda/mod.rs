@@ -31,9 +31,9 @@ mod images {
 
 pub use choose::{ChooseRow, Chooser, ChooserConfig};
 pub use context::{Cuda, Graph};
-pub use head::CudaHead;
 #[doc(hidden)]
 pub use gather::gather_features;
+pub use head::CudaHead;
 pub use kv::{KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove};
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
 pub use view::{Embedding, Logit, View};

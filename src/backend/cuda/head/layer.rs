@@ -190,7 +190,9 @@ impl Layer {
         if hidden > 16_384 {
             return Err(Error::unsupported("hidden size on a GPU", "at most 16384", hidden));
         }
-        for (name, size) in [("intermediate size on a GPU", intermediate), ("features on a GPU", config.feature_width())] {
+        for (name, size) in
+            [("intermediate size on a GPU", intermediate), ("features on a GPU", config.feature_width())]
+        {
             if !size.is_multiple_of(8) {
                 return Err(Error::unsupported(name, "a multiple of 8", size));
             }
@@ -251,22 +253,24 @@ impl Layer {
     /// Makes room for these levels. True if memory has moved: then graphs that were captured before are void.
     pub(super) fn reserve(&mut self, levels: &Levels) -> Result<bool> {
         let Eagle3Config { hidden, num_heads, head_dim, draft_vocab, .. } = self.config;
-        let rows = levels.requests * levels.width;
+        let num_rows = levels.requests * levels.width;
         let places = (1 + levels.chunks) * PASS_ROWS * num_heads;
         let segments = draft_vocab.div_ceil(SEGMENT_COLUMNS);
-        let Work { pools, rows: [a, b], outputs: [even, odd], attended, attended_sums, .. } = &mut self.work;
-        let noise = if levels.noise { levels.requests * draft_vocab * 4 } else { 0 };
+        let noise_bytes = if levels.noise { levels.requests * draft_vocab * 4 } else { 0 };
+        let Work { pools, rows, outputs, attended, attended_sums, noise, segment_sums, segment_best } =
+            &mut self.work;
+        let ([a, b], [even, odd]) = (rows, outputs);
         let sizes = [
             (pools, levels.requests * levels.pool_words() * 4),
-            (a, rows * size_of::<abi::Row>()),
-            (b, rows * size_of::<abi::Row>()),
-            (even, rows * hidden * 4),
-            (odd, rows * hidden * 4),
+            (a, num_rows * size_of::<abi::Row>()),
+            (b, num_rows * size_of::<abi::Row>()),
+            (even, num_rows * hidden * 4),
+            (odd, num_rows * hidden * 4),
             (attended, places * head_dim * 4),
             (attended_sums, places * 8),
-            (&mut self.work.noise, noise),
-            (&mut self.work.segment_sums, rows * segments * 8),
-            (&mut self.work.segment_best, rows * segments * levels.width * 8),
+            (noise, noise_bytes),
+            (segment_sums, num_rows * segments * 8),
+            (segment_best, num_rows * segments * levels.width * 8),
         ];
         let mut has_moved = false;
         for (memory, bytes) in sizes {
@@ -315,7 +319,13 @@ impl Layer {
         }
     }
 
-    fn launch(&self, kernel: Kernel, grid: (usize, usize, usize), threads: u32, draft: &abi::Draft) -> Result<()> {
+    fn launch(
+        &self,
+        kernel: Kernel,
+        grid: (usize, usize, usize),
+        threads: u32,
+        draft: &abi::Draft,
+    ) -> Result<()> {
         self.launch_with(kernel, grid, threads, 0, draft)
     }
 
@@ -339,7 +349,13 @@ impl Layer {
     }
 
     /// Runs a linear layer on rows of a pass, and has the next kernel add its slices.
-    fn linear(&self, linear: &LinearLayer, inputs: Halves, num_rows: usize, draft: &mut abi::Draft) -> Result<()> {
+    fn linear(
+        &self,
+        linear: &LinearLayer,
+        inputs: Halves,
+        num_rows: usize,
+        draft: &mut abi::Draft,
+    ) -> Result<()> {
         draft.num_outputs = linear.num_outputs() as u32;
         draft.num_slices = linear.num_slices() as u32;
         linear.queue(inputs, num_rows, self.partials.address)
@@ -372,8 +388,7 @@ impl Layer {
 
     /// Starts the pools of a step's requests.
     pub(super) fn start(&self, levels: &Levels, requests: u64) -> Result<()> {
-        let draft =
-            abi::Draft { requests, pool_words: levels.pool_words() as u32, ..self.arguments() };
+        let draft = abi::Draft { requests, pool_words: levels.pool_words() as u32, ..self.arguments() };
         self.launch(self.kernels.start, (levels.requests, 1, 1), 32, &draft)
     }
 
@@ -432,7 +447,8 @@ impl Layer {
     fn pass(&self, levels: &Levels, draft: &mut abi::Draft) -> Result<()> {
         let Self { kernels, linears, constants, config, .. } = self;
         let Eagle3Config { intermediate, num_heads, num_kv_heads, head_dim, draft_vocab, .. } = *config;
-        let (first, n, row_width) = (draft.first_row as usize, draft.num_rows as usize, draft.row_width as usize);
+        let (first, n, row_width) =
+            (draft.first_row as usize, draft.num_rows as usize, draft.row_width as usize);
 
         draft.norm_weight = constants.hidden_norm.address;
         self.launch(kernels.embed, (n, 1, 1), 256, draft)?;
