@@ -119,6 +119,7 @@ typedef struct EvChoose {
 enum {
   EV_PASS_ROWS = 64,
   EV_MAX_DRAFT_WIDTH = 64,
+  EV_MAX_DRAFT_DEPTH = 258,
   EV_NONE = 0xFFFFFFFF,
 
   /* Element types */
@@ -159,7 +160,7 @@ typedef struct EvDraftRequest {
   float temperature;
   float noise_scale;
   float confidence_temperature;
-  uint32_t reserved;
+  uint32_t filter;     /* which of `filters` is its, or EV_NONE if it has no filters, penalties or bias */
 } EvDraftRequest;
 
 /* A candidate of a request's pool; candidate 0 is the root. */
@@ -206,6 +207,10 @@ typedef struct EvDraft {
   uint64_t segment_best; /* uint2[rows, segments, width]: bits of a value, column */
   uint64_t masks;        /* uint32_t[rows, vocab / 32, rounded up], or 0 */
   uint64_t updates;      /* EvPageUpdate[num_updates] */
+  uint64_t filters;      /* EvChooseRow[..], then their lists of tokens of the target */
+  uint64_t edited;       /* float[EV_PASS_ROWS, draft_vocab in units of eight]: rows after their filter's edits */
+  uint64_t thresholds;   /* float[EV_PASS_ROWS]: the least of `edited` that the filters keep; NaN: none */
+  uint64_t paths;        /* EvTokenCount[EV_PASS_ROWS, EV_MAX_DRAFT_DEPTH] */
   uint32_t hidden;
   uint32_t intermediate;
   uint32_t heads;
@@ -359,6 +364,7 @@ EV_OFFSET(root, 28);
 EV_OFFSET(temperature, 32);
 EV_OFFSET(noise_scale, 36);
 EV_OFFSET(confidence_temperature, 40);
+EV_OFFSET(filter, 44);
 static_assert(sizeof(EvDraftRequest) == 48, "size");
 #undef EV_OFFSET
 static_assert(sizeof(EvCandidate) == 12 && sizeof(EvPageUpdate) == 12, "size");
@@ -389,28 +395,32 @@ EV_OFFSET(segment_sums, 176);
 EV_OFFSET(segment_best, 184);
 EV_OFFSET(masks, 192);
 EV_OFFSET(updates, 200);
-EV_OFFSET(hidden, 208);
-EV_OFFSET(intermediate, 212);
-EV_OFFSET(heads, 216);
-EV_OFFSET(kv_heads, 220);
-EV_OFFSET(head_dim, 224);
-EV_OFFSET(vocab, 228);
-EV_OFFSET(draft_vocab, 232);
-EV_OFFSET(embedding_format, 236);
-EV_OFFSET(page_size, 240);
-EV_OFFSET(max_pages, 244);
-EV_OFFSET(pool_words, 248);
-EV_OFFSET(num_updates, 252);
-EV_OFFSET(num_outputs, 256);
-EV_OFFSET(num_slices, 260);
-EV_OFFSET(first_row, 264);
-EV_OFFSET(num_rows, 268);
-EV_OFFSET(row_width, 272);
-EV_OFFSET(width, 276);
-EV_OFFSET(level, 280);
-EV_OFFSET(epsilon, 284);
-EV_OFFSET(scale, 288);
-static_assert(sizeof(EvDraft) == 296, "size");
+EV_OFFSET(filters, 208);
+EV_OFFSET(edited, 216);
+EV_OFFSET(thresholds, 224);
+EV_OFFSET(paths, 232);
+EV_OFFSET(hidden, 240);
+EV_OFFSET(intermediate, 244);
+EV_OFFSET(heads, 248);
+EV_OFFSET(kv_heads, 252);
+EV_OFFSET(head_dim, 256);
+EV_OFFSET(vocab, 260);
+EV_OFFSET(draft_vocab, 264);
+EV_OFFSET(embedding_format, 268);
+EV_OFFSET(page_size, 272);
+EV_OFFSET(max_pages, 276);
+EV_OFFSET(pool_words, 280);
+EV_OFFSET(num_updates, 284);
+EV_OFFSET(num_outputs, 288);
+EV_OFFSET(num_slices, 292);
+EV_OFFSET(first_row, 296);
+EV_OFFSET(num_rows, 300);
+EV_OFFSET(row_width, 304);
+EV_OFFSET(width, 308);
+EV_OFFSET(level, 312);
+EV_OFFSET(epsilon, 316);
+EV_OFFSET(scale, 320);
+static_assert(sizeof(EvDraft) == 328, "size");
 #undef EV_OFFSET
 #define EV_OFFSET(field, offset) static_assert(offsetof(EvKvPlane, field) == (offset), #field)
 EV_OFFSET(address, 0);

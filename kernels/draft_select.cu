@@ -10,16 +10,9 @@ constexpr uint32_t kSelectThreads = 256;
 constexpr uint32_t kLaneColumns = EV_SEGMENT_COLUMNS / 32;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
-EV_DEVICE const EvDraftRequest& draft_request(const EvDraft& a, uint32_t number) {
-  return reinterpret_cast<const EvDraftRequest*>(a.requests)[number];
-}
 EV_DEVICE bool has_noise(const EvDraftRequest& request) {
   return request.temperature > 0.0f && request.noise_scale > 0.0f;
 }
-EV_DEVICE uint32_t target_token(const EvDraft& a, uint32_t column) {
-  return reinterpret_cast<const uint32_t*>(a.draft_tokens)[column];
-}
-
 EV_DEVICE uint64_t warp_larger(uint64_t v) {
 #pragma unroll
   for (int distance = 16; distance; distance /= 2) {
@@ -46,22 +39,28 @@ struct Coupled {
   const EvDraftRequest& request;
   uint32_t r, number;
 
-  EV_DEVICE float value(uint32_t column) const {
-    float logit = sum_slices_at(a, r, column);
-    if (a.masks != 0) {
-      const uint32_t token = target_token(a, column), words = (a.vocab + 31) / 32;
-      const uint32_t* const mask = reinterpret_cast<const uint32_t*>(a.masks) + size_t(a.first_row + r) * words;
-      if (!(mask[token / 32] >> (token % 32) & 1)) logit = logit == logit ? -kInfinity : logit;
+  /// A logit, or if the request has a temperature, logit by temperature. Negative infinity: not to be drafted.
+  EV_DEVICE float logit_or_z(uint32_t column) const {
+    if (request.filter != EV_NONE) {
+      const float edited = edited_row(a, r)[column];
+      return edited >= reinterpret_cast<const float*>(a.thresholds)[r] ? edited : -kInfinity;
     }
-    const float tau = request.confidence_temperature;
-    if (request.temperature == 0.0f) return tau == 1.0f ? logit : logit / tau;
-    float z = logit / request.temperature;
-    if (fabsf(logit) < kInfinity) z = fminf(fmaxf(z, -kMaxFloat), kMaxFloat);
+    float logit = sum_slices_at(a, r, column);
+    if (!is_allowed(a, r, column) && logit == logit) logit = -kInfinity;
+    if (request.temperature == 0.0f) return logit;
+    const float z = logit / request.temperature;
+    return fabsf(logit) < kInfinity ? fminf(fmaxf(z, -kMaxFloat), kMaxFloat) : z;
+  }
+
+  EV_DEVICE float value(uint32_t column) const {
+    const float z = logit_or_z(column), tau = request.confidence_temperature;
+    if (request.temperature == 0.0f) return tau == 1.0f ? z : z / tau;
+    float sum = z;
     if (request.noise_scale > 0.0f) {
       const float noise = reinterpret_cast<const float*>(a.noise)[size_t(number) * a.draft_vocab + column];
-      z = z + request.noise_scale * noise;
+      sum = z + request.noise_scale * noise;
     }
-    return request.temperature / tau * z;
+    return request.temperature / tau * sum;
   }
 };
 

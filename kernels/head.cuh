@@ -10,6 +10,26 @@ EV_DEVICE const EvDraftRow& draft_row(const EvDraft& a, uint32_t r) {
   return reinterpret_cast<const EvDraftRow*>(a.rows)[a.first_row + r];
 }
 
+EV_DEVICE const EvDraftRequest& draft_request(const EvDraft& a, uint32_t number) {
+  return reinterpret_cast<const EvDraftRequest*>(a.requests)[number];
+}
+
+EV_DEVICE uint32_t target_token(const EvDraft& a, uint32_t column) {
+  return reinterpret_cast<const uint32_t*>(a.draft_tokens)[column];
+}
+
+/// Whether the mask of row `r`, if there is one, allows a column's token.
+EV_DEVICE bool is_allowed(const EvDraft& a, uint32_t r, uint32_t column) {
+  if (a.masks == 0) return true;
+  const uint32_t token = target_token(a, column), words = (a.vocab + 31) / 32;
+  return reinterpret_cast<const uint32_t*>(a.masks)[size_t(a.first_row + r) * words + token / 32] >> (token % 32) & 1;
+}
+
+/// A row's numbers after penalties, bias, mask and temperature, if its request has a filter.
+EV_DEVICE float* edited_row(const EvDraft& a, uint32_t r) {
+  return reinterpret_cast<float*>(a.edited) + size_t(r) * ((a.draft_vocab + 7) / 8 * 8);
+}
+
 /// Eight floats; `at` is a multiple of 8.
 EV_DEVICE Floats load_floats(uint64_t floats, size_t at) {
   const Pack* const from = reinterpret_cast<const Pack*>(floats) + at / 4;

@@ -11,7 +11,7 @@ use super::memory::{DeviceSlice, Memory};
 use super::view::{Format, Logit, View};
 use crate::error::{Error, Result, expect_len};
 use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
-use pack::Packer;
+pub(super) use pack::Packer;
 
 /// What a [`Chooser`] is made for.
 #[derive(Clone, Debug, PartialEq, Eq)]

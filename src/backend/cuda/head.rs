@@ -6,7 +6,7 @@ mod layer;
 
 use std::collections::{HashMap, VecDeque};
 
-use super::choose::{ChooseRow, ChooserConfig, RowChooser};
+use super::choose::{ChooseRow, ChooserConfig, Packer, RowChooser};
 use super::context::{Cuda, Graph, Kernel};
 use super::gather::{GatherFeatures, queue_gather};
 use super::linear::Halves;
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::sampling::{ChoiceKey, Sampler, SamplingContext, TokenLogProb};
 use crate::tree::{DraftTree, TokenId};
 use abi::{NONE, PASS_ROWS};
-use layer::{Layer, Levels, PAGE_SIZE, num_chunks};
+use layer::{Layer, Levels, PAGE_SIZE, StepPlaces, num_chunks};
 
 /// The head, the features that wait for it, and what a step needs.
 #[derive(Debug)]
@@ -32,8 +32,11 @@ pub struct CudaHead {
     step: Step,
     /// The pages of each slot that the device knows.
     pages: Vec<Vec<u32>>,
-    /// Requests of this step that draft: their slots.
+    /// Requests of this step that draft: their slots. And of those, the ones with filters, penalties or bias.
     drafting: Vec<usize>,
+    filtering: Vec<usize>,
+    filters: Packer,
+    filter_memory: Memory,
     pools: Vec<u32>,
     masks: Masks,
     chooser: RowChooser,
@@ -67,16 +70,6 @@ struct Step {
     bytes: Vec<u8>,
     memory: Memory,
     max_requests: usize,
-}
-
-/// Where the parts of a step lie on the device.
-#[derive(Clone, Copy, Debug)]
-struct StepPlaces {
-    requests: u64,
-    rows: u64,
-    pairs: u64,
-    features: u64,
-    updates: u64,
 }
 
 /// Masks of allowed tokens for the rows of a level.
@@ -208,6 +201,9 @@ impl CudaHead {
             step: Step::new(cuda, max_requests)?,
             pages: vec![Vec::new(); max_requests],
             drafting: Vec::new(),
+            filtering: Vec::new(),
+            filters: Packer::default(),
+            filter_memory: empty()?,
             pools: Vec::new(),
             masks: Masks { rows: Vec::new(), path: Vec::new(), words: Vec::new(), memory: empty()? },
             chooser: RowChooser::new(cuda, ChooserConfig::new(max_rows, config.target.vocab), &Format::ALL)?,
@@ -269,9 +265,10 @@ impl CudaHead {
         {
             self.graphs.clear();
         }
-        let has_moved = self.step.memory.address;
-        let places = self.step.upload(levels.map_or(0, |levels| levels.requests))?;
-        if self.step.memory.address != has_moved {
+        let before = (self.step.memory.address, self.filter_memory.address);
+        let mut places = self.step.upload(levels.map_or(0, |levels| levels.requests))?;
+        places.filters = self.upload_filters(states)?;
+        if (self.step.memory.address, self.filter_memory.address) != before {
             self.graphs.clear();
         }
         if !self.step.updates.is_empty() {
@@ -310,9 +307,10 @@ impl CudaHead {
     /// Collects what goes up: pairs that wait, new pages, and of the requests that draft the last pair as the first
     /// row. `None` if no request drafts.
     fn pack(&mut self, states: &[DraftState], active: &[usize]) -> Result<Option<Levels>> {
-        let Self { step, pages, waiting, drafting, .. } = self;
+        let Self { step, pages, waiting, drafting, filtering, .. } = self;
         step.clear();
         drafting.clear();
+        filtering.clear();
         let (mut width, mut depth, mut longest, mut noise) = (0, 0, 0, false);
         for &slot in active {
             let DraftState { table, next_tokens, first_is_written, budget, text, .. } = &states[slot];
@@ -344,6 +342,10 @@ impl CudaHead {
             }
             let Some(request) = request else { continue };
             let params = text.sampler.params();
+            let has_filters = params.top_k > 0 || params.top_p < 1.0 || params.min_p > 0.0;
+            let is_filtered = params.temperature > 0.0 && has_filters
+                || params.has_penalty()
+                || !text.sampler.biases().is_empty();
             step.requests.push(abi::Request {
                 seed: params.seed,
                 slot: slot as u32,
@@ -355,8 +357,11 @@ impl CudaHead {
                 temperature: params.temperature,
                 noise_scale: text.coupling.noise_scale,
                 confidence_temperature: text.coupling.confidence_temperature,
-                reserved: 0,
+                filter: if is_filtered { filtering.len() as u32 } else { NONE },
             });
+            if is_filtered {
+                filtering.push(slot);
+            }
             step.rows.push(abi::Row {
                 request,
                 token: next_tokens[next_tokens.len() - 1].0,
@@ -376,7 +381,23 @@ impl CudaHead {
         }
         let chunks = num_chunks(longest).next_power_of_two();
         let requests = drafting.len().next_power_of_two();
-        Ok(Some(Levels { requests, width, depth, chunks, noise }))
+        let filters = !filtering.is_empty();
+        Ok(Some(Levels { requests, width, depth, chunks, noise, filters }))
+    }
+
+    /// Queues a copy of what the requests with filters need, and says where it will be.
+    fn upload_filters(&mut self, states: &[DraftState]) -> Result<u64> {
+        if !self.filtering.is_empty() {
+            let vocab = self.config.target.vocab;
+            let rows = self.filtering.iter().map(|&slot| {
+                let text = &states[slot].text;
+                ChooseRow::new(&text.sampler, text.context(&[], None))
+            });
+            self.filters.pack(rows, vocab, &(0..vocab))?;
+            self.filter_memory.reserve(size_of_val(self.filters.words()))?;
+            self.filter_memory.queue_write(self.filters.words())?;
+        }
+        Ok(self.filter_memory.address)
     }
 
     /// All levels, with no word from the host in between.
@@ -384,9 +405,8 @@ impl CudaHead {
         if !self.graphs.contains_key(levels) {
             let layer = &self.layer;
             let graph = self.cuda.capture(|| {
-                layer.start(levels, places.requests)?;
-                (1..=levels.depth)
-                    .try_for_each(|level| layer.level(levels, level, places.requests, places.rows, 0))
+                layer.start(levels, places)?;
+                (1..=levels.depth).try_for_each(|level| layer.level(levels, level, places, 0))
             })?;
             self.graphs.insert(*levels, graph);
         }
@@ -399,7 +419,7 @@ impl CudaHead {
     /// Level by level, since masks depend on what was drafted.
     fn run_masked(&mut self, levels: &Levels, places: StepPlaces, masks: MasksBySlot<'_>) -> Result<()> {
         let mask_words = self.config.target.vocab.div_ceil(32);
-        self.layer.start(levels, places.requests)?;
+        self.layer.start(levels, places)?;
         for level in 1..=levels.depth {
             let Masks { rows, path, words, memory } = &mut self.masks;
             let row_width = levels.row_width(level);
@@ -426,7 +446,7 @@ impl CudaHead {
             }
             memory.reserve(size_of_val(&words[..]))?;
             memory.queue_write(words)?;
-            self.layer.level(levels, level, places.requests, places.rows, memory.address)?;
+            self.layer.level(levels, level, places, memory.address)?;
         }
         Ok(())
     }
@@ -585,6 +605,7 @@ impl Step {
             pairs: at(pairs_at),
             features: at(features_at),
             updates: at(updates_at),
+            filters: 0,
         })
     }
 }

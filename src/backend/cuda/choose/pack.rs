@@ -12,7 +12,7 @@ const ROW_WORDS: usize = size_of::<launch::ChooseRow>() / 4;
 
 /// The rows, then their lists. Allocates only when a call has more than all before.
 #[derive(Debug, Default)]
-pub(super) struct Packer {
+pub(in super::super) struct Packer {
     words: Vec<u32>,
     num_workspaces: usize,
     text: Text,
@@ -48,7 +48,7 @@ struct Bias {
 
 impl Packer {
     /// Packs `rows` for a device that has `columns` of a vocabulary of `vocab` tokens.
-    pub(super) fn pack<'a>(
+    pub(in super::super) fn pack<'a>(
         &mut self,
         rows: impl ExactSizeIterator<Item = ChooseRow<'a>>,
         vocab: usize,
@@ -71,7 +71,7 @@ impl Packer {
         Ok(())
     }
 
-    pub(super) fn words(&self) -> &[u32] {
+    pub(in super::super) fn words(&self) -> &[u32] {
         &self.words
     }
 

@@ -7,6 +7,7 @@ use bytemuck::{Pod, Zeroable};
 pub(super) const NONE: u32 = u32::MAX;
 /// Rows of the head in one pass at most.
 pub(super) const PASS_ROWS: usize = 64;
+pub(super) const MAX_DEPTH: usize = 258;
 pub(super) const MAX_CHUNKS: usize = 32;
 pub(super) const MIN_CHUNK_KEYS: usize = 256;
 pub(super) const SEGMENT_COLUMNS: usize = 1024;
@@ -40,7 +41,7 @@ pub(super) struct Request {
     pub(super) temperature: f32,
     pub(super) noise_scale: f32,
     pub(super) confidence_temperature: f32,
-    pub(super) reserved: u32,
+    pub(super) filter: u32,
 }
 
 /// `EvCandidate`.
@@ -91,6 +92,10 @@ pub(super) struct Draft {
     pub(super) segment_best: u64,
     pub(super) masks: u64,
     pub(super) updates: u64,
+    pub(super) filters: u64,
+    pub(super) edited: u64,
+    pub(super) thresholds: u64,
+    pub(super) paths: u64,
     pub(super) hidden: u32,
     pub(super) intermediate: u32,
     pub(super) heads: u32,
@@ -136,6 +141,7 @@ const _: () = {
     assert!(offset_of!(Request, temperature) == 32);
     assert!(offset_of!(Request, noise_scale) == 36);
     assert!(offset_of!(Request, confidence_temperature) == 40);
+    assert!(offset_of!(Request, filter) == 44);
     assert!(size_of::<Request>() == 48);
     assert!(size_of::<Candidate>() == 12 && size_of::<PageUpdate>() == 12);
     assert!(offset_of!(Draft, embedding) == 0);
@@ -164,26 +170,30 @@ const _: () = {
     assert!(offset_of!(Draft, segment_best) == 184);
     assert!(offset_of!(Draft, masks) == 192);
     assert!(offset_of!(Draft, updates) == 200);
-    assert!(offset_of!(Draft, hidden) == 208);
-    assert!(offset_of!(Draft, intermediate) == 212);
-    assert!(offset_of!(Draft, heads) == 216);
-    assert!(offset_of!(Draft, kv_heads) == 220);
-    assert!(offset_of!(Draft, head_dim) == 224);
-    assert!(offset_of!(Draft, vocab) == 228);
-    assert!(offset_of!(Draft, draft_vocab) == 232);
-    assert!(offset_of!(Draft, embedding_format) == 236);
-    assert!(offset_of!(Draft, page_size) == 240);
-    assert!(offset_of!(Draft, max_pages) == 244);
-    assert!(offset_of!(Draft, pool_words) == 248);
-    assert!(offset_of!(Draft, num_updates) == 252);
-    assert!(offset_of!(Draft, num_outputs) == 256);
-    assert!(offset_of!(Draft, num_slices) == 260);
-    assert!(offset_of!(Draft, first_row) == 264);
-    assert!(offset_of!(Draft, num_rows) == 268);
-    assert!(offset_of!(Draft, row_width) == 272);
-    assert!(offset_of!(Draft, width) == 276);
-    assert!(offset_of!(Draft, level) == 280);
-    assert!(offset_of!(Draft, epsilon) == 284);
-    assert!(offset_of!(Draft, scale) == 288);
-    assert!(size_of::<Draft>() == 296);
+    assert!(offset_of!(Draft, filters) == 208);
+    assert!(offset_of!(Draft, edited) == 216);
+    assert!(offset_of!(Draft, thresholds) == 224);
+    assert!(offset_of!(Draft, paths) == 232);
+    assert!(offset_of!(Draft, hidden) == 240);
+    assert!(offset_of!(Draft, intermediate) == 244);
+    assert!(offset_of!(Draft, heads) == 248);
+    assert!(offset_of!(Draft, kv_heads) == 252);
+    assert!(offset_of!(Draft, head_dim) == 256);
+    assert!(offset_of!(Draft, vocab) == 260);
+    assert!(offset_of!(Draft, draft_vocab) == 264);
+    assert!(offset_of!(Draft, embedding_format) == 268);
+    assert!(offset_of!(Draft, page_size) == 272);
+    assert!(offset_of!(Draft, max_pages) == 276);
+    assert!(offset_of!(Draft, pool_words) == 280);
+    assert!(offset_of!(Draft, num_updates) == 284);
+    assert!(offset_of!(Draft, num_outputs) == 288);
+    assert!(offset_of!(Draft, num_slices) == 292);
+    assert!(offset_of!(Draft, first_row) == 296);
+    assert!(offset_of!(Draft, num_rows) == 300);
+    assert!(offset_of!(Draft, row_width) == 304);
+    assert!(offset_of!(Draft, width) == 308);
+    assert!(offset_of!(Draft, level) == 312);
+    assert!(offset_of!(Draft, epsilon) == 316);
+    assert!(offset_of!(Draft, scale) == 320);
+    assert!(size_of::<Draft>() == 328);
 };

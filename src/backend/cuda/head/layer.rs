@@ -1,6 +1,6 @@
 //! The draft head on a device: its weights, its memory, and the launches of its passes.
 
-use super::abi::{self, MAX_CHUNKS, MIN_CHUNK_KEYS, PASS_ROWS, SEGMENT_COLUMNS};
+use super::abi::{self, MAX_CHUNKS, MAX_DEPTH, MIN_CHUNK_KEYS, PASS_ROWS, SEGMENT_COLUMNS};
 use crate::backend::DraftLimits;
 use crate::backend::cpu::Rope;
 use crate::backend::cuda::context::{Cuda, Kernel};
@@ -27,6 +27,19 @@ pub(super) struct Levels {
     pub(super) chunks: usize,
     /// Whether any of them sees the target's noise.
     pub(super) noise: bool,
+    /// Whether any of them has filters, penalties or bias.
+    pub(super) filters: bool,
+}
+
+/// Where the parts of a step lie on the device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepPlaces {
+    pub(super) requests: u64,
+    pub(super) rows: u64,
+    pub(super) pairs: u64,
+    pub(super) features: u64,
+    pub(super) updates: u64,
+    pub(super) filters: u64,
 }
 
 impl Levels {
@@ -68,6 +81,7 @@ struct Kernels {
     finish: Kernel,
     noise: Kernel,
     rank: Kernel,
+    filter: Kernel,
     advance: Kernel,
     start: Kernel,
     pages: Kernel,
@@ -89,6 +103,7 @@ impl Kernels {
             finish: of_half("finish")?,
             noise: kernel("noise")?,
             rank: kernel("rank")?,
+            filter: kernel("filter")?,
             advance: kernel("advance")?,
             start: kernel("start")?,
             pages: kernel("pages")?,
@@ -152,6 +167,9 @@ struct Work {
     noise: Memory,
     segment_sums: Memory,
     segment_best: Memory,
+    edited: Memory,
+    thresholds: Memory,
+    paths: Memory,
 }
 
 /// The head on a device.
@@ -239,6 +257,9 @@ impl Layer {
                 noise: empty()?,
                 segment_sums: empty()?,
                 segment_best: empty()?,
+                edited: empty()?,
+                thresholds: empty()?,
+                paths: empty()?,
             },
             cuda: cuda.clone(),
             config,
@@ -257,8 +278,20 @@ impl Layer {
         let places = (1 + levels.chunks) * PASS_ROWS * num_heads;
         let segments = draft_vocab.div_ceil(SEGMENT_COLUMNS);
         let noise_bytes = if levels.noise { levels.requests * draft_vocab * 4 } else { 0 };
-        let Work { pools, rows, outputs, attended, attended_sums, noise, segment_sums, segment_best } =
-            &mut self.work;
+        let filtered_rows = if levels.filters { PASS_ROWS } else { 0 };
+        let Work {
+            pools,
+            rows,
+            outputs,
+            attended,
+            attended_sums,
+            noise,
+            segment_sums,
+            segment_best,
+            edited,
+            thresholds,
+            paths,
+        } = &mut self.work;
         let ([a, b], [even, odd]) = (rows, outputs);
         let sizes = [
             (pools, levels.requests * levels.pool_words() * 4),
@@ -271,6 +304,9 @@ impl Layer {
             (noise, noise_bytes),
             (segment_sums, num_rows * segments * 8),
             (segment_best, num_rows * segments * levels.width * 8),
+            (edited, filtered_rows * draft_vocab.next_multiple_of(8) * 4),
+            (thresholds, filtered_rows * 4),
+            (paths, filtered_rows * MAX_DEPTH * 8),
         ];
         let mut has_moved = false;
         for (memory, bytes) in sizes {
@@ -302,6 +338,9 @@ impl Layer {
             noise: work.noise.address,
             segment_sums: work.segment_sums.address,
             segment_best: work.segment_best.address,
+            edited: work.edited.address,
+            thresholds: work.thresholds.address,
+            paths: work.paths.address,
             token_norm_weight: constants.input_norm.address,
             hidden: config.hidden as u32,
             intermediate: config.intermediate as u32,
@@ -387,38 +426,33 @@ impl Layer {
     }
 
     /// Starts the pools of a step's requests.
-    pub(super) fn start(&self, levels: &Levels, requests: u64) -> Result<()> {
-        let draft = abi::Draft { requests, pool_words: levels.pool_words() as u32, ..self.arguments() };
+    pub(super) fn start(&self, levels: &Levels, places: StepPlaces) -> Result<()> {
+        let draft = abi::Draft {
+            requests: places.requests,
+            pool_words: levels.pool_words() as u32,
+            ..self.arguments()
+        };
         self.launch(self.kernels.start, (levels.requests, 1, 1), 32, &draft)
     }
 
-    /// Where the rows of a level are, if the first level's are at `first_rows`.
-    pub(super) fn rows(&self, level: usize, first_rows: u64) -> u64 {
-        if level == 1 { first_rows } else { self.work.rows[level % 2].address }
-    }
-
+    /// Two words and the candidates of each request.
     pub(super) fn pools(&self) -> &Memory {
         &self.work.pools
     }
 
+    /// The rows of a level after the first.
     pub(super) fn level_rows(&self, level: usize) -> &Memory {
         &self.work.rows[level % 2]
     }
 
     /// One level: its rows go through the head, its candidates to the pools, and the best are the next one's rows.
     /// `masks` is where the rows' masks of allowed tokens are, or 0.
-    pub(super) fn level(
-        &self,
-        levels: &Levels,
-        level: usize,
-        requests: u64,
-        first_rows: u64,
-        masks: u64,
-    ) -> Result<()> {
+    pub(super) fn level(&self, levels: &Levels, level: usize, places: StepPlaces, masks: u64) -> Result<()> {
         let row_width = levels.row_width(level);
         let mut draft = abi::Draft {
-            requests,
-            rows: self.rows(level, first_rows),
+            requests: places.requests,
+            filters: places.filters,
+            rows: if level == 1 { places.rows } else { self.level_rows(level).address },
             next_rows: self.work.rows[(level + 1) % 2].address,
             sources: self.work.outputs[(level - 1) % 2].address,
             outputs: self.work.outputs[level % 2].address,
@@ -469,6 +503,9 @@ impl Layer {
         self.launch(kernels.finish, (n, 1, 1), 256, draft)?;
 
         self.linear(&linears.lm_head, self.halves(), n, draft)?;
+        if levels.filters {
+            self.launch(kernels.filter, (n, 1, 1), 512, draft)?;
+        }
         let segments = draft_vocab.div_ceil(SEGMENT_COLUMNS);
         self.launch(kernels.rank, (segments.div_ceil(8), n, 1), 256, draft)
     }
