@@ -577,6 +577,26 @@ impl<B: Backend> Speculator<B> {
         Ok(&self.states[slot].text.committed)
     }
 
+    /// The draft model's keys and values of a request's committed tokens but the last ones, whose pairs wait:
+    /// `[rows, 2, num_kv_heads, head_dim]`. For tests.
+    #[doc(hidden)]
+    pub fn draft_kv(&self, id: RequestId) -> Result<Vec<f32>> {
+        let table = &self.states[self.slot(id)?].table;
+        self.backend.read_kv(&self.draft, table, table.len())
+    }
+
+    /// The draft model, for tests.
+    #[doc(hidden)]
+    pub fn draft_model(&mut self) -> &mut B::Draft {
+        &mut self.draft
+    }
+
+    /// Pages that requests hold, for tests.
+    #[doc(hidden)]
+    pub fn num_draft_pages(&self) -> usize {
+        self.states.iter().map(|state| state.table.pages().len()).sum()
+    }
+
     /// Acceptance over all requests since the speculator was made.
     pub fn stats(&self) -> &AcceptStats {
         &self.stats

@@ -81,6 +81,14 @@ pub trait Backend: sealed::Sealed + Sized {
         masks: Option<MasksBySlot<'_>>,
     ) -> Result<()>;
 
+    /// Keys and values of the first `num_rows` rows of a table, `[rows, 2, num_kv_heads, head_dim]`. Waits for them:
+    /// for tests.
+    ///
+    /// # Errors
+    /// *Fault* when the device fails.
+    #[doc(hidden)]
+    fn read_kv(&self, draft: &Self::Draft, table: &PageTable, num_rows: usize) -> Result<Vec<f32>>;
+
     /// Prepares [`choose`](Self::choose) for all rows of `logits`, in order, each with its sampler and context. Only
     /// of a backend that [`CHOOSES_AT_ONCE`](Self::CHOOSES_AT_ONCE).
     ///

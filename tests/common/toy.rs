@@ -9,7 +9,6 @@ use safetensors::tensor::{Dtype, TensorView, serialize};
 
 pub const TARGET: TargetShape = TargetShape { hidden: 64, num_layers: 6, vocab: 12 };
 pub const FEATURE_WIDTH: usize = 3 * 64;
-const DRAFT_VOCAB: usize = 8;
 
 /// A cheap stream of numbers in [-1, 1).
 pub struct Numbers(u64);
@@ -108,13 +107,40 @@ pub struct HeadFiles {
     pub tensors: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>,
 }
 
+/// Sizes of a random head.
+pub struct HeadShape {
+    pub target: TargetShape,
+    pub intermediate: usize,
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+    /// The target's tokens that it drafts, ascending.
+    pub draft_tokens: Vec<i64>,
+}
+
+/// The toy target's head.
 pub fn head_files(seed: u64) -> HeadFiles {
+    let draft_tokens = vec![0, 1, 3, 4, 6, 7, 9, 10];
+    let shape = HeadShape {
+        target: TARGET,
+        intermediate: 96,
+        num_heads: 2,
+        num_kv_heads: 1,
+        head_dim: 32,
+        draft_tokens,
+    };
+    random_head(&shape, seed)
+}
+
+pub fn random_head(shape: &HeadShape, seed: u64) -> HeadFiles {
+    let HeadShape { target, intermediate, num_heads, num_kv_heads, head_dim, draft_tokens } = shape;
+    let (hidden, vocab, draft_vocab) = (target.hidden, target.vocab, draft_tokens.len());
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 1,
+        "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": null,
-        "vocab_size": TARGET.vocab, "draft_vocab_size": DRAFT_VOCAB, "tie_word_embeddings": false,
+        "vocab_size": vocab, "draft_vocab_size": draft_vocab, "tie_word_embeddings": false,
         "eagle_config": { "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": true },
     });
     let mut numbers = Numbers::new(seed);
@@ -126,26 +152,25 @@ pub fn head_files(seed: u64) -> HeadFiles {
         let bytes = values.flat_map(|x| half::bf16::from_f32(x).to_le_bytes()).collect();
         tensors.insert(name.to_owned(), (Dtype::BF16, shape.to_vec(), bytes));
     };
-    add("fc.weight", &[64, FEATURE_WIDTH], 0.0);
-    add("midlayer.self_attn.q_proj.weight", &[64, 128], 0.0);
-    add("midlayer.self_attn.k_proj.weight", &[32, 128], 0.0);
-    add("midlayer.self_attn.v_proj.weight", &[32, 128], 0.0);
-    add("midlayer.self_attn.o_proj.weight", &[64, 64], 0.0);
-    add("midlayer.mlp.gate_proj.weight", &[96, 64], 0.0);
-    add("midlayer.mlp.up_proj.weight", &[96, 64], 0.0);
-    add("midlayer.mlp.down_proj.weight", &[64, 96], 0.0);
-    add("lm_head.weight", &[DRAFT_VOCAB, 64], 0.0);
+    let (query, key) = (num_heads * head_dim, num_kv_heads * head_dim);
+    add("fc.weight", &[hidden, 3 * hidden], 0.0);
+    add("midlayer.self_attn.q_proj.weight", &[query, 2 * hidden], 0.0);
+    add("midlayer.self_attn.k_proj.weight", &[key, 2 * hidden], 0.0);
+    add("midlayer.self_attn.v_proj.weight", &[key, 2 * hidden], 0.0);
+    add("midlayer.self_attn.o_proj.weight", &[hidden, query], 0.0);
+    add("midlayer.mlp.gate_proj.weight", &[*intermediate, hidden], 0.0);
+    add("midlayer.mlp.up_proj.weight", &[*intermediate, hidden], 0.0);
+    add("midlayer.mlp.down_proj.weight", &[hidden, *intermediate], 0.0);
+    add("lm_head.weight", &[draft_vocab, hidden], 0.0);
     for name in
         ["midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"]
     {
-        add(&format!("{name}.weight"), &[64], 1.0);
+        add(&format!("{name}.weight"), &[hidden], 1.0);
     }
-    // Draft tokens 0..8 are target tokens 0, 1, 3, 4, 6, 7, 9, 10.
-    let ids: [i64; DRAFT_VOCAB] = [0, 1, 3, 4, 6, 7, 9, 10];
-    let offsets = ids.iter().enumerate().flat_map(|(i, id)| (id - i as i64).to_le_bytes()).collect();
-    tensors.insert("d2t".to_owned(), (Dtype::I64, vec![DRAFT_VOCAB], offsets));
-    let marks = (0..TARGET.vocab as i64).map(|id| u8::from(ids.contains(&id))).collect();
-    tensors.insert("t2d".to_owned(), (Dtype::BOOL, vec![TARGET.vocab], marks));
+    let offsets = draft_tokens.iter().enumerate().flat_map(|(i, id)| (id - i as i64).to_le_bytes()).collect();
+    tensors.insert("d2t".to_owned(), (Dtype::I64, vec![draft_vocab], offsets));
+    let marks = (0..vocab as i64).map(|id| u8::from(draft_tokens.contains(&id))).collect();
+    tensors.insert("t2d".to_owned(), (Dtype::BOOL, vec![vocab], marks));
     HeadFiles { config, tensors }
 }
 

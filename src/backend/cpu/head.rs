@@ -149,7 +149,6 @@ impl CpuHead {
         self.waiting[slot].clear();
     }
 
-    #[cfg(test)]
     pub(crate) fn cache(&self) -> &KvCache {
         &self.cache
     }

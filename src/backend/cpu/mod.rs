@@ -21,6 +21,7 @@ use half::bf16;
 use super::{Backend, DraftLimits, DraftState, MasksBySlot};
 use crate::draft::{Eagle3Checkpoint, Matrix, Weights};
 use crate::error::{Error, Result, expect_len};
+use crate::kv::PageTable;
 use crate::sampling::{ChoiceKey, Sampler, SamplingContext, TokenLogProb};
 use crate::tree::TokenId;
 
@@ -209,6 +210,12 @@ impl Backend for Cpu {
         masks: Option<MasksBySlot<'_>>,
     ) -> Result<()> {
         draft.draft(self, states, active, masks)
+    }
+
+    fn read_kv(&self, draft: &Self::Draft, table: &PageTable, num_rows: usize) -> Result<Vec<f32>> {
+        let mut rows = Vec::new();
+        (0..num_rows).try_for_each(|row| draft.cache().read_row(table.slot(row), &mut rows))?;
+        Ok(rows)
     }
 
     fn choose_all<'a>(

@@ -15,6 +15,7 @@ use super::view::{Embedding, Format, View};
 use crate::backend::{Backend, DraftLimits, DraftState, MasksBySlot};
 use crate::draft::{Eagle3Checkpoint, Eagle3Config, Weights};
 use crate::error::{Error, Result};
+use crate::kv::PageTable;
 use crate::sampling::{ChoiceKey, Sampler, SamplingContext, TokenLogProb};
 use crate::tree::{DraftTree, TokenId};
 use abi::{NONE, PASS_ROWS};
@@ -37,6 +38,7 @@ pub struct CudaHead {
     filtering: Vec<usize>,
     filters: Packer,
     filter_memory: Memory,
+    least_bucket: usize,
     pools: Vec<u32>,
     masks: Masks,
     chooser: RowChooser,
@@ -131,6 +133,10 @@ impl Backend for Cuda {
         drafted
     }
 
+    fn read_kv(&self, draft: &CudaHead, table: &PageTable, num_rows: usize) -> Result<Vec<f32>> {
+        draft.layer.read_kv((0..num_rows).map(|row| table.slot(row)))
+    }
+
     fn choose_all<'a>(
         &self,
         draft: &mut CudaHead,
@@ -204,6 +210,7 @@ impl CudaHead {
             filtering: Vec::new(),
             filters: Packer::default(),
             filter_memory: empty()?,
+            least_bucket: 1,
             pools: Vec::new(),
             masks: Masks { rows: Vec::new(), path: Vec::new(), words: Vec::new(), memory: empty()? },
             chooser: RowChooser::new(cuda, ChooserConfig::new(max_rows, config.target.vocab), &Format::ALL)?,
@@ -304,6 +311,18 @@ impl CudaHead {
         Ok(())
     }
 
+    /// Keys and values of all slots: their addresses and bytes. For tests that poison them.
+    #[doc(hidden)]
+    pub fn kv_memory(&self) -> [(u64, usize); 2] {
+        self.layer.kv_memory()
+    }
+
+    /// Captures levels for so many requests at least: for tests of graphs that are larger than their batch.
+    #[doc(hidden)]
+    pub fn set_least_bucket(&mut self, requests: usize) {
+        self.least_bucket = requests;
+    }
+
     /// Collects what goes up: pairs that wait, new pages, and of the requests that draft the last pair as the first
     /// row. `None` if no request drafts.
     fn pack(&mut self, states: &[DraftState], active: &[usize]) -> Result<Option<Levels>> {
@@ -380,7 +399,7 @@ impl CudaHead {
             return Ok(None);
         }
         let chunks = num_chunks(longest).next_power_of_two();
-        let requests = drafting.len().next_power_of_two();
+        let requests = drafting.len().max(self.least_bucket).next_power_of_two();
         let filters = !filtering.is_empty();
         Ok(Some(Levels { requests, width, depth, chunks, noise, filters }))
     }

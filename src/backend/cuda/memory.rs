@@ -35,6 +35,11 @@ impl Memory {
         Ok(memory)
     }
 
+    /// Bytes.
+    pub(super) fn len(&self) -> usize {
+        self.bytes
+    }
+
     /// Makes it `bytes` bytes at least. What it held is lost if that takes other memory.
     pub(super) fn reserve(&mut self, bytes: usize) -> Result<()> {
         if bytes > self.bytes {

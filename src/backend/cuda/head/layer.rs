@@ -271,6 +271,22 @@ impl Layer {
         self.linears.fc.format()
     }
 
+    pub(super) fn kv_memory(&self) -> [(u64, usize); 2] {
+        [&self.keys, &self.values].map(|memory| (memory.address, memory.len()))
+    }
+
+    /// Keys and values of some slots, one after the other.
+    pub(super) fn read_kv(&self, slots: impl Iterator<Item = usize>) -> Result<Vec<f32>> {
+        let width = self.config.num_kv_heads * self.config.head_dim;
+        let mut rows = Vec::new();
+        for slot in slots {
+            for memory in [&self.keys, &self.values] {
+                rows.extend(self.cuda.read::<f32>(memory.address + (slot * width * 4) as u64, width)?);
+            }
+        }
+        Ok(rows)
+    }
+
     /// Makes room for these levels. True if memory has moved: then graphs that were captured before are void.
     pub(super) fn reserve(&mut self, levels: &Levels) -> Result<bool> {
         let Eagle3Config { hidden, num_heads, head_dim, draft_vocab, .. } = self.config;
