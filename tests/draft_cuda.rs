@@ -227,10 +227,15 @@ fn exclusive(config: emulator::Config) -> impl Drop {
     machine
 }
 
+/// The head's blocks don't wait for each other: few at a time are faster.
+fn fast() -> emulator::Config {
+    emulator::Config { max_resident_blocks: 4, ..emulator::Config::fast() }
+}
+
 /// All batch sizes, widths and depths, with budgets mixed in a batch, and prompts that end around pages.
 #[test]
 fn every_batch_width_and_depth() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     let widths = [1, 2, 4, 8, 10];
     let prompt_lens = [1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 1, 70, 5];
     let (mut num_drafts, mut num_correct) = (0, 0);
@@ -257,7 +262,7 @@ fn every_batch_width_and_depth() {
 /// Every width with every depth, alone.
 #[test]
 fn every_width_with_every_depth() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     let mut both = Both::new(small, 1, 400);
     both.admit(20, options((1, 1, 2), SamplingParams::default()));
     for width in [1, 2, 4, 8, 10] {
@@ -274,7 +279,7 @@ fn every_width_with_every_depth() {
 /// Prefixes of one and of several chunks of attention, with a vocabulary of several segments.
 #[test]
 fn long_prefixes() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     for prompt_len in [255, 256, 257, 700, 8192 + PAGE - 1] {
         let mut both = Both::new(large, 1, prompt_len + 100);
         both.admit(prompt_len, options((4, 3, 64), SamplingParams::default()));
@@ -308,7 +313,7 @@ fn samplings() -> Vec<SamplingParams> {
 /// Noise, filters, penalties and bias, mixed in a batch; and the coupling's two numbers.
 #[test]
 fn sampled_requests() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     for shape in [small, large] {
         let mut both = Both::new(shape, 8, 300);
         let couplings = [(1.0, 1.0), (0.5, 1.0), (0.0, 2.0), (1.0, 1.5)];
@@ -338,7 +343,7 @@ fn clear_some(last: TokenId, mask: &mut [u32]) -> bool {
 
 #[test]
 fn masked_requests() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     let mut both = Both::new(small, 8, 300);
     for (i, sampling) in samplings().into_iter().enumerate() {
         both.admit(10 + 3 * i, options((3, 4, 30), sampling));
@@ -377,7 +382,7 @@ fn masked_requests() {
 /// padding of a graph with fewer requests.
 #[test]
 fn broken_features_and_padding() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     let mut both = Both::new(small, 8, 300);
     both.cuda.speculator.draft_model().set_least_bucket(8);
     for i in 0..8 {
@@ -406,7 +411,7 @@ fn broken_features_and_padding() {
 /// The first branch of a tree is the chain, token for token; a request's bits are the same alone and in a batch.
 #[test]
 fn chains_and_batches_of_one() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     let mut engine = Engine::<Cuda>::new(small(), 5, 300);
     let budgets = [(1, 5, 6), (4, 5, 256), (1, 5, 6), (8, 2, 30), (2, 7, 20)];
     let mut ids = Vec::new();
@@ -439,7 +444,7 @@ fn chains_and_batches_of_one() {
 /// After each verify the draft KV has the bits that a fresh prefill of the committed text gives.
 #[test]
 fn the_kv_is_that_of_a_fresh_prefill() {
-    let _machine = exclusive(emulator::Config::fast());
+    let _machine = exclusive(fast());
     let num_tokens = if std::env::var_os("EAGLE_VERIFY_LONG_RUNS").is_some() { 200 } else { 60 };
     let mut engine = Engine::<Cuda>::new(small(), 3, 300);
     poison(&mut engine);

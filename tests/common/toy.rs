@@ -2,6 +2,8 @@
 //!
 //! The vocabulary is so small that a random head is right often enough to exercise every path.
 
+#![allow(dead_code)] // each test crate uses its part
+
 use std::collections::BTreeMap;
 
 use eagle_verify::{TargetShape, TokenId, VerifyBatch};
