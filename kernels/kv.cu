@@ -19,23 +19,23 @@ EV_DEVICE void move_column(const EvKvPlane& plane, uint32_t column, const uint4*
       plane.address + part * plane.part_stride + (column - part * plane.part_units) * sizeof(Unit);
   const uint64_t page_stride = plane.page_stride, row_stride = plane.row_stride;
   const auto unit = [&](uint32_t page, uint32_t row) {
-    return reinterpret_cast<Unit*>(start + page * page_stride + row * row_stride);
+    return global<Unit>(start + page * page_stride + row * row_stride);
   };
 #pragma unroll 1
   for (uint32_t next = 0; next < num_moves; next += kInFlight) {
+    uint4 move[kInFlight];  // EvKvMove
     Unit units[kInFlight];
-    Unit* to[kInFlight];
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; i++) {
-      if (next + i >= num_moves) break;
-      const uint4 move = moves[next + i];  // an EvKvMove
-      units[i] = *unit(move.x, move.y);
-      to[i] = unit(move.z, move.w);
+      if (next + i < num_moves) move[i] = moves[next + i];
     }
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; i++) {
-      if (next + i >= num_moves) break;
-      *to[i] = units[i];
+      if (next + i < num_moves) units[i] = *unit(move[i].x, move[i].y);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; i++) {
+      if (next + i < num_moves) *unit(move[i].z, move[i].w) = units[i];
     }
   }
 }

@@ -280,6 +280,26 @@ fn random_moves(seed: u64, cases: usize, max_requests: usize) -> Result<Tried, S
     Ok(tried)
 }
 
+/// Moves between pages that are more than 4 GiB from a plane's address, and as far from each other.
+/// With offsets of 32 bits they would be at no memory at all.
+fn far_moves() -> Result<(), String> {
+    const STRIDE: usize = 1 << 20;
+    let cuda = device();
+    let mut bytes = Random::new(8).bytes(STRIDE + 64);
+    let near = outcome(cuda.upload(&bytes))?;
+    // Only the last two pages are there.
+    let layout = KvLayout { page_stride: STRIDE, ..KvLayout::rows(5002, 4, 16) };
+    // SAFETY: no row of another page is moved.
+    let plane = unsafe { KvPlane::from_raw(near.address() - 5000 * STRIDE as u64, layout) };
+    let config = KvMoverConfig { planes: vec![plane], page_size: 4, max_moves: 2 };
+    let mut mover = KvMover::new(&cuda, config).map_err(|error| error.to_string())?;
+    let moves = [(5001 * 4 + 3, 5000 * 4 + 1), (5001 * 4, 5001 * 4 + 2)];
+    mover.move_slots([moves.map(|(from, to)| SlotMove { from, to })]).map_err(|error| error.to_string())?;
+    bytes.copy_within(STRIDE + 48..STRIDE + 64, 16);
+    bytes.copy_within(STRIDE..STRIDE + 16, STRIDE + 32);
+    if outcome(cuda.download(&near))? == bytes { Ok(()) } else { Err("far rows differ".into()) }
+}
+
 /// The values at the edges of three number formats.
 const EDGES: [f32; 24] = [
     0.0,
@@ -422,6 +442,7 @@ fn moves_equal_the_byte_wise_moves() {
     let few = random_moves(1, 600, 5).unwrap();
     assert!(few.moves > 2000 && few.overlaps > 1000, "{few:?}");
     let many = random_moves(2, 3 * 34, 33).unwrap();
+    far_moves().unwrap();
     assert!(many.moves > 2000 && many.accepted.len() > 15 && many.accepted.contains(&0), "{many:?}");
 }
 
@@ -461,7 +482,10 @@ fn faults_are_caught() {
         }
         let config = emulator::Config { mutant: Some(mutant.name), ..emulator::Config::checked(3) };
         emulator::configure(&config);
-        let seen = if is_of_moves { random_moves(3, 40, 5).map(|_| ()) } else { random_gathers(3, 20) };
+        let seen = match is_of_moves {
+            true => random_moves(3, 40, 5).map(|_| ()),
+            false => random_gathers(3, 20),
+        };
         let seen = seen.expect_err(mutant.name);
         eprintln!("{}: {}", mutant.name, seen.chars().take(100).collect::<String>());
         num_caught[usize::from(is_of_moves)] += 1;
@@ -600,7 +624,8 @@ fn misuse_of_a_mover_is_an_error_before_anything_is_queued() {
         (new(at, KvLayout { num_parts: 2, part_stride: 32, ..good }, 16, 1), "don't overlap"),
         (new(at, KvLayout { page_stride: usize::MAX, ..good }, 16, 1), "don't overlap"),
         (new(at, KvLayout::rows(8, usize::MAX, 64), 16, 1), "don't overlap"),
-        (new(at, KvLayout::rows(1, 1, 1 << 35), 1, 1), "2 GB"),
+        (new(at, KvLayout::rows(1, 1, 1 << 35), 1, 1), "at most 67108864, seen 34359738368"),
+        (new(at, KvLayout::heads(1, 1, usize::MAX, 64), 1, 1), "more than can be counted"),
         (KvMover::new(&cuda, KvMoverConfig { planes: vec![], page_size: 1, max_moves: 1 }), "KV planes"),
     ] {
         let error = result.unwrap_err();

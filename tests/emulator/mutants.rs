@@ -443,9 +443,9 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "kv: source and destination swapped",
         file: "kv.cu",
-        kind: Kind::Statement,
-        original: "units[i] = *unit(move.x, move.y);\n      to[i] = unit(move.z, move.w);",
-        broken: "units[i] = *unit(move.z, move.w); to[i] = unit(move.x, move.y);",
+        kind: Kind::Expression,
+        original: "moves[next + i]",
+        broken: "make_uint4(moves[next + i].z, moves[next + i].w, moves[next + i].x, moves[next + i].y)",
     },
     Mutant {
         name: "kv: parts side by side",
