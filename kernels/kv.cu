@@ -40,6 +40,7 @@ EV_DEVICE void move_column(const EvKvPlane& plane, uint32_t column, const uint4*
   }
 }
 
+/// Moves the rows of one request in a few chunks.
 EV_DEVICE void commit(const EvKvCommit& a) {
   const uint32_t at = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32;
   if (at >= a.num_chunks) return;
@@ -59,6 +60,7 @@ EV_DEVICE void commit(const EvKvCommit& a) {
   }
 }
 
+/// Copies a row of features to a row of each plane. The grid is [blocks of a row, rows].
 template <class Feature, class Element>
 EV_DEVICE void gather(const EvGatherFeatures& a) {
   using Stored = typename Feature::Stored;
@@ -96,16 +98,16 @@ extern "C" __global__ void __launch_bounds__(ev::kRowThreads) ev_kv_commit(const
 }
 EV_KERNEL(ev_kv_commit)
 
-#define EV_DEFINE_GATHER(feature, element, Feature, Element)                          \
-  extern "C" __global__ void __launch_bounds__(ev::kRowThreads)                       \
+#define EV_DEFINE_GATHER(feature, element, Feature, Element)                                 \
+  extern "C" __global__ void __launch_bounds__(ev::kRowThreads)                              \
       ev_gather_features_##feature##_##element(const __grid_constant__ EvGatherFeatures a) { \
-    ev::gather<ev::Feature, ev::Element>(a);                                          \
-  }                                                                                   \
+    ev::gather<ev::Feature, ev::Element>(a);                                                 \
+  }                                                                                          \
   EV_KERNEL(ev_gather_features_##feature##_##element)
 
-#define EV_DEFINE_GATHERS(element, Element)                    \
-  EV_DEFINE_GATHER(bf16, element, Halves<ev::Bf16>, Element)   \
-  EV_DEFINE_GATHER(f16, element, Halves<ev::F16>, Element)     \
+#define EV_DEFINE_GATHERS(element, Element)                  \
+  EV_DEFINE_GATHER(bf16, element, Halves<ev::Bf16>, Element) \
+  EV_DEFINE_GATHER(f16, element, Halves<ev::F16>, Element)   \
   EV_DEFINE_GATHER(f32, element, Singles, Element)
 
 EV_DEFINE_GATHERS(bf16, Bf16)

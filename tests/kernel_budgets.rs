@@ -83,7 +83,7 @@ const LOCAL_BUDGETS: [LocalBudget; 3] = [
         prefix: KV_COMMIT,
         registers: 64,
         shared: 0,
-        instructions: 450,
+        instructions: 405,
         atomics: 0,
         wide_stores: true,
     },

@@ -26,6 +26,7 @@ const MAX_ROW_BYTES: usize = 1 << 26;
 /// | cache | layout |
 /// |---|---|
 /// | `[pages, page_size, heads, dim]` (NHD) | [`rows`](Self::rows)`(pages, page_size, heads * dim * e)` |
+/// | `[2, pages, page_size, heads, dim]` | two of NHD |
 /// | `[pages, heads, page_size, dim]` (HND) | [`heads`](Self::heads)`(pages, page_size, heads, dim * e)` |
 /// | `[pages, 2, page_size, heads, dim]` | two of NHD with twice the `page_stride`; or one with two parts |
 /// | `[pages, 2, heads, page_size, dim]` | [`heads`](Self::heads)`(pages, page_size, 2 * heads, dim * e)` |
@@ -78,7 +79,8 @@ impl KvLayout {
         [(self.num_pages, self.page_stride), (page_size, self.row_stride), (self.num_parts, self.part_stride)]
     }
 
-    /// The bytes from the first to the last one; none when they are too many, or parts overlap.
+    /// The bytes from the first to the last; none when there are too many, or parts overlap: each stride must pass
+    /// over all that the smaller ones span.
     fn extent(&self, page_size: usize) -> Option<usize> {
         let mut dimensions = self.dimensions(page_size);
         dimensions.sort_unstable_by_key(|(_, stride)| *stride);
@@ -170,8 +172,9 @@ pub struct SlotMove {
 /// Moves the rows that verify steps keep, in an engine's own KV cache in device memory.
 ///
 /// A call takes all requests of a step, uploads their moves, and is one launch over all planes; with nothing to
-/// move, it is nothing. It neither waits for the device nor allocates. Since the moves are of the step, it cannot be
-/// captured in a graph.
+/// move, it is nothing. It does not wait for the kernel, and allocates nothing; only for more than 64 KiB of moves,
+/// about 3,000, may the driver wait for the stream to take them. As moves are of the step, graphs cannot capture
+/// them.
 ///
 /// Rows are moved in place, without a copy of the cache: each destination ends as its source was before the call,
 /// however they overlap. Bytes between rows, and other rows, are not touched.
@@ -218,7 +221,8 @@ impl KvMover {
     ///
     /// # Errors
     /// *Misuse* when there are no planes, a count is 0 or out of its range, a plane's rows overlap or are beyond all
-    /// addresses, or a token has more than 64 MiB in all planes; *unsupported* when the images lack the kernel; *fault* when the device has no memory.
+    /// addresses, or a token has more than 64 MiB in all planes; *unsupported* when the images lack the kernel;
+    /// *fault* when the device has no memory.
     pub fn new(cuda: &Cuda, config: KvMoverConfig) -> Result<Self> {
         let KvMoverConfig { planes, page_size, max_moves } = config;
         if !(1..=1 << 31).contains(&page_size) {
