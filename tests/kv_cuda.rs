@@ -242,8 +242,8 @@ fn random_moves(seed: u64, cases: usize, max_requests: usize) -> Result<Tried, S
     Ok(tried)
 }
 
-/// Moves between pages that are more than 4 GiB from a plane's address, and as far from each other.
-/// With offsets of 32 bits they would be at no memory at all.
+/// Moves between pages that are more than 4 GiB from a plane's address: with offsets of 32 bits they would be at no
+/// memory at all.
 fn far_moves() -> Result<(), String> {
     const STRIDE: usize = 1 << 20;
     let cuda = device();
@@ -282,7 +282,7 @@ fn schedules_make_no_difference() {
         random_moves(seed, 16, 5).unwrap_or_else(|seen| panic!("EMU_SEED={seed}: {seen}"));
     }
     emulator::configure(&emulator::Config { max_resident_blocks: 4, ..emulator::Config::checked(9) });
-    random_moves(9, 4, 33).unwrap();
+    random_moves(9, 34, 33).unwrap();
 }
 
 /// The same comparison sees each of these faults.
