@@ -65,6 +65,14 @@ EV_DEVICE void store_relaxed_sys(uint64_t* to, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
 
+/// A pointer to global memory, where nvcc does not see that: to an address that was in memory itself.
+template <class T>
+EV_DEVICE T* global(uint64_t address) {
+  T* const pointer = reinterpret_cast<T*>(address);
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
 /// Starts to bring the line of an address into the second-level cache.
 EV_DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
@@ -133,6 +141,7 @@ constexpr uint32_t kPollsPerCheck = 4;
 template <class T> T load_relaxed_sys(const T* from) { return emu::load(from, emu::RLX, emu::SYS); }
 template <class T> void store_relaxed_sys(T* to, T v) { emu::store(to, v, emu::RLX, emu::SYS); }
 
+template <class T> T* global(uint64_t address) { return reinterpret_cast<T*>(address); }
 EV_DEVICE void prefetch(const void*) {}
 EV_DEVICE uint64_t clock_ns() { return emu::emu_clock(); }
 

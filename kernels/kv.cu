@@ -19,27 +19,28 @@ EV_DEVICE void move_column(const EvKvPlane& plane, uint32_t column, const uint4*
       plane.address + part * plane.part_stride + (column - part * plane.part_units) * sizeof(Unit);
   const uint64_t page_stride = plane.page_stride, row_stride = plane.row_stride;
   const auto unit = [&](uint32_t page, uint32_t row) {
-    return reinterpret_cast<Unit*>(start + page * page_stride + row * row_stride);
+    return global<Unit>(start + page * page_stride + row * row_stride);
   };
 #pragma unroll 1
   for (uint32_t next = 0; next < num_moves; next += kInFlight) {
+    uint4 move[kInFlight];  // EvKvMove
     Unit units[kInFlight];
-    Unit* to[kInFlight];
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; i++) {
-      if (next + i >= num_moves) break;
-      const uint4 move = moves[next + i];  // an EvKvMove
-      units[i] = *unit(move.x, move.y);
-      to[i] = unit(move.z, move.w);
+      if (next + i < num_moves) move[i] = moves[next + i];
     }
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; i++) {
-      if (next + i >= num_moves) break;
-      *to[i] = units[i];
+      if (next + i < num_moves) units[i] = *unit(move[i].x, move[i].y);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; i++) {
+      if (next + i < num_moves) *unit(move[i].z, move[i].w) = units[i];
     }
   }
 }
 
+/// Moves the rows of one request in a few chunks.
 EV_DEVICE void commit(const EvKvCommit& a) {
   const uint32_t at = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32;
   if (at >= a.num_chunks) return;
@@ -59,6 +60,7 @@ EV_DEVICE void commit(const EvKvCommit& a) {
   }
 }
 
+/// Copies a row of features to a row of each plane. The grid is [blocks of a row, rows].
 template <class Feature, class Element>
 EV_DEVICE void gather(const EvGatherFeatures& a) {
   using Stored = typename Feature::Stored;
@@ -96,16 +98,16 @@ extern "C" __global__ void __launch_bounds__(ev::kRowThreads) ev_kv_commit(const
 }
 EV_KERNEL(ev_kv_commit)
 
-#define EV_DEFINE_GATHER(feature, element, Feature, Element)                          \
-  extern "C" __global__ void __launch_bounds__(ev::kRowThreads)                       \
+#define EV_DEFINE_GATHER(feature, element, Feature, Element)                                 \
+  extern "C" __global__ void __launch_bounds__(ev::kRowThreads)                              \
       ev_gather_features_##feature##_##element(const __grid_constant__ EvGatherFeatures a) { \
-    ev::gather<ev::Feature, ev::Element>(a);                                          \
-  }                                                                                   \
+    ev::gather<ev::Feature, ev::Element>(a);                                                 \
+  }                                                                                          \
   EV_KERNEL(ev_gather_features_##feature##_##element)
 
-#define EV_DEFINE_GATHERS(element, Element)                    \
-  EV_DEFINE_GATHER(bf16, element, Halves<ev::Bf16>, Element)   \
-  EV_DEFINE_GATHER(f16, element, Halves<ev::F16>, Element)     \
+#define EV_DEFINE_GATHERS(element, Element)                  \
+  EV_DEFINE_GATHER(bf16, element, Halves<ev::Bf16>, Element) \
+  EV_DEFINE_GATHER(f16, element, Halves<ev::F16>, Element)   \
   EV_DEFINE_GATHER(f32, element, Singles, Element)
 
 EV_DEFINE_GATHERS(bf16, Bf16)

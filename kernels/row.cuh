@@ -90,6 +90,7 @@ struct Singles {
   static EV_DEVICE float one(Stored v) { return v; }
 };
 
+/// Neither infinite nor NaN.
 EV_DEVICE bool is_finite(float v) { return fabsf(v) <= 3.40282346639e38f; }
 
 /// Packs two floats, but what is finite stays finite: beyond the largest element it is that one.
@@ -104,8 +105,9 @@ EV_DEVICE uint32_t pack_finite(float a, float b) {
 template <class Element>
 EV_DEVICE void split(float a, float b, uint32_t& high, uint32_t& low) {
   high = pack_finite<Element>(a, b);
-  const float2 near = Element::unpack(high);
-  low = pack_finite<Element>(is_finite(a) ? a - near.x : 0.0f, is_finite(b) ? b - near.y : 0.0f);
+  const float2 nearest = Element::unpack(high);
+  const auto rest = [](float v, float element) { return is_finite(v) ? v - element : 0.0f; };
+  low = pack_finite<Element>(rest(a, nearest.x), rest(b, nearest.y));
 }
 
 /// The sum of 32 lanes, halves onto halves; every lane gets the same bits.

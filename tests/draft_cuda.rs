@@ -10,12 +10,12 @@ use eagle_verify::{
     SpeculatorConfig, TargetShape, TokenId, Verdict, VerifyBatch,
 };
 
-#[path = "common/device.rs"]
-mod device;
+#[path = "common/backends.rs"]
+mod backends;
 #[path = "common/toy.rs"]
 mod toy;
 
-use device::Device;
+use backends::Device;
 use toy::{HeadShape, Numbers};
 
 /// Rows in a page of the GPU's draft KV cache.

@@ -1,53 +1,46 @@
-//! Engines whose tensors are on the CPU or a GPU, for tests that run one scenario on both.
+//! A device of the emulator, and random numbers for it.
 #![allow(dead_code)] // each test crate uses its part
 
-use std::sync::Arc;
-
 use cuda_emulator as emulator;
-use eagle_verify::Backend;
-use eagle_verify::backend::cpu::{self, Cpu};
-use eagle_verify::backend::cuda::{self, Buffer, Cuda};
+use eagle_verify::Error;
+use eagle_verify::backend::cuda::Cuda;
 
-/// A backend, and how an engine's numbers get to it.
-pub trait Device: Backend + Clone {
-    type Floats;
-    fn open() -> Self;
-    fn floats(&self, numbers: &[f32]) -> Self::Floats;
-    fn view(floats: &Self::Floats) -> Self::View<'_>;
-    fn embedding(&self, table: &[f32], hidden: usize) -> Self::Embedding;
+use crate::common::toy::Numbers;
+
+pub struct Random(pub Numbers);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(Numbers::new(seed))
+    }
+
+    pub fn below(&mut self, end: usize) -> usize {
+        (self.0.next_u64() % end as u64) as usize
+    }
+
+    pub fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    pub fn pick<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let words = (0..len.div_ceil(8)).flat_map(|_| self.0.next_u64().to_le_bytes());
+        words.take(len).collect()
+    }
 }
 
-impl Device for Cpu {
-    type Floats = Vec<f32>;
-
-    fn open() -> Self {
-        Cpu::with_threads(1).unwrap()
-    }
-    fn floats(&self, numbers: &[f32]) -> Vec<f32> {
-        numbers.to_vec()
-    }
-    fn view(floats: &Vec<f32>) -> &[f32] {
-        floats
-    }
-    fn embedding(&self, table: &[f32], hidden: usize) -> cpu::Embedding {
-        cpu::Embedding::f32(Arc::from(table), hidden).unwrap()
-    }
+pub fn device() -> Cuda {
+    emulator::install();
+    Cuda::with_kernels(0, &[("emulated", emulator::IMAGE)]).unwrap()
 }
 
-impl Device for Cuda {
-    type Floats = Buffer<f32>;
-
-    fn open() -> Self {
-        emulator::install();
-        Cuda::with_kernels(0, &[("emulated", emulator::IMAGE)]).unwrap()
-    }
-    fn floats(&self, numbers: &[f32]) -> Buffer<f32> {
-        self.upload(numbers).unwrap()
-    }
-    fn view(floats: &Buffer<f32>) -> cuda::View<'_> {
-        floats.into()
-    }
-    fn embedding(&self, table: &[f32], hidden: usize) -> cuda::Embedding {
-        cuda::Embedding::new(self.upload(table).unwrap(), hidden).unwrap()
+/// `Err` with what the emulator has found, which says more than the driver's error; or else with the error.
+pub fn outcome<T>(result: Result<T, Error>) -> Result<T, String> {
+    match emulator::report().complaint() {
+        Some(complaint) => Err(complaint.to_owned()),
+        None => result.map_err(|error| error.to_string()),
     }
 }

@@ -443,9 +443,9 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "kv: source and destination swapped",
         file: "kv.cu",
-        kind: Kind::Statement,
-        original: "units[i] = *unit(move.x, move.y);\n      to[i] = unit(move.z, move.w);",
-        broken: "units[i] = *unit(move.z, move.w); to[i] = unit(move.x, move.y);",
+        kind: Kind::Expression,
+        original: "moves[next + i]",
+        broken: "make_uint4(moves[next + i].z, moves[next + i].w, moves[next + i].x, moves[next + i].y)",
     },
     Mutant {
         name: "kv: parts side by side",
@@ -465,15 +465,15 @@ pub const MUTANTS: &[Mutant] = &[
         name: "gather: low is 0",
         file: "row.cuh",
         kind: Kind::Statement,
-        original: "low = pack_finite<Element>(is_finite(a) ? a - near.x : 0.0f, is_finite(b) ? b - near.y : 0.0f);",
+        original: "low = pack_finite<Element>(rest(a, nearest.x), rest(b, nearest.y));",
         broken: "low = 0;",
     },
     Mutant {
         name: "gather: NaN less NaN",
         file: "row.cuh",
-        kind: Kind::Statement,
-        original: "low = pack_finite<Element>(is_finite(a) ? a - near.x : 0.0f, is_finite(b) ? b - near.y : 0.0f);",
-        broken: "low = pack_finite<Element>(a - near.x, b - near.y);",
+        kind: Kind::Expression,
+        original: "is_finite(v) ? v - element : 0.0f",
+        broken: "v - element",
     },
     Mutant {
         name: "gather: finite becomes infinite",

@@ -1,4 +1,4 @@
-//! Features of accepted rows, gathered for the draft head: the half of `kv.cu` that reads.
+//! Features of accepted rows, gathered for the draft head by the second half of `kv.cu`.
 
 use std::mem::offset_of;
 

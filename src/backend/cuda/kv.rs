@@ -14,6 +14,8 @@ use crate::kv::{CommitPlan, PageTable};
 pub(super) const THREADS: u32 = 128;
 /// Columns of a chunk, one for each lane of a warp.
 const CHUNK_COLUMNS: u32 = 32;
+/// Of one token in all planes. The largest models have about 1 MiB.
+const MAX_ROW_BYTES: usize = 1 << 26;
 
 /// How one array of a paged KV cache lies in memory.
 ///
@@ -24,6 +26,7 @@ const CHUNK_COLUMNS: u32 = 32;
 /// | cache | layout |
 /// |---|---|
 /// | `[pages, page_size, heads, dim]` (NHD) | [`rows`](Self::rows)`(pages, page_size, heads * dim * e)` |
+/// | `[2, pages, page_size, heads, dim]` | two of NHD |
 /// | `[pages, heads, page_size, dim]` (HND) | [`heads`](Self::heads)`(pages, page_size, heads, dim * e)` |
 /// | `[pages, 2, page_size, heads, dim]` | two of NHD with twice the `page_stride`; or one with two parts |
 /// | `[pages, 2, heads, page_size, dim]` | [`heads`](Self::heads)`(pages, page_size, 2 * heads, dim * e)` |
@@ -76,7 +79,8 @@ impl KvLayout {
         [(self.num_pages, self.page_stride), (page_size, self.row_stride), (self.num_parts, self.part_stride)]
     }
 
-    /// The bytes from the first to the last one; none when they are too many, or parts overlap.
+    /// The bytes from the first to the last; none when there are too many, or parts overlap: each stride must pass
+    /// over all that the smaller ones span.
     fn extent(&self, page_size: usize) -> Option<usize> {
         let mut dimensions = self.dimensions(page_size);
         dimensions.sort_unstable_by_key(|(_, stride)| *stride);
@@ -110,7 +114,7 @@ impl KvPlane {
         Self { address, layout }
     }
 
-    /// As the kernel has it.
+    /// As the kernel has it, if there can be such pages. Its rows have at most [`MAX_ROW_BYTES`].
     fn pack(&self, page_size: usize) -> Result<Plane> {
         let layout = &self.layout;
         let seen = || format!("{:#x} and {layout:?}", self.address);
@@ -126,19 +130,20 @@ impl KvPlane {
         let strides = layout.dimensions(page_size).into_iter().filter(|(count, _)| *count > 1);
         let bits =
             strides.fold(self.address | layout.part_bytes as u64, |bits, (_, stride)| bits | stride as u64);
-        let unit_bytes = [16, 4, 1].into_iter().find(|unit| bits.is_multiple_of(*unit)).unwrap_or(1);
-        let part_units = layout.part_bytes as u64 / unit_bytes;
-        let columns = part_units.checked_mul(layout.num_parts as u64);
-        let columns = columns.and_then(|columns| u32::try_from(columns).ok()).filter(|c| *c < 1 << 31);
-        let columns = columns.ok_or_else(|| Error::misuse("KV plane", "rows of less than 2 GB", seen()))?;
+        let unit_bytes = match bits.trailing_zeros() {
+            4.. => 16,
+            2.. => 4,
+            _ => 1,
+        };
+        let part_units = layout.part_bytes as u32 / unit_bytes;
         Ok(Plane {
             address: self.address,
             page_stride: layout.page_stride as u64,
             row_stride: layout.row_stride as u64,
             part_stride: layout.part_stride as u64,
-            part_units: part_units as u32, // no more than the columns
-            columns,
-            unit_bytes: unit_bytes as u32,
+            part_units,
+            columns: part_units * layout.num_parts as u32,
+            unit_bytes,
             reserved: 0,
         })
     }
@@ -167,8 +172,9 @@ pub struct SlotMove {
 /// Moves the rows that verify steps keep, in an engine's own KV cache in device memory.
 ///
 /// A call takes all requests of a step, uploads their moves, and is one launch over all planes; with nothing to
-/// move, it is nothing. It neither waits for the device nor allocates. Since the moves are of the step, it cannot be
-/// captured in a graph.
+/// move, it is nothing. It does not wait for the kernel, and allocates nothing; only for more than 64 KiB of moves,
+/// about 3,000, may the driver wait for the stream to take them. As moves are of the step, graphs cannot capture
+/// them.
 ///
 /// Rows are moved in place, without a copy of the cache: each destination ends as its source was before the call,
 /// however they overlap. Bytes between rows, and other rows, are not touched.
@@ -214,8 +220,9 @@ impl KvMover {
     /// Loads the kernel, allocates, and uploads what the planes are.
     ///
     /// # Errors
-    /// *Misuse* when there are no planes, a count is 0 or out of its range, or a plane's rows overlap or are beyond
-    /// all addresses; *unsupported* when the images lack the kernel; *fault* when the device has no memory.
+    /// *Misuse* when there are no planes, a count is 0 or out of its range, a plane's rows overlap or are beyond all
+    /// addresses, or a token has more than 64 MiB in all planes; *unsupported* when the images lack the kernel;
+    /// *fault* when the device has no memory.
     pub fn new(cuda: &Cuda, config: KvMoverConfig) -> Result<Self> {
         let KvMoverConfig { planes, page_size, max_moves } = config;
         if !(1..=1 << 31).contains(&page_size) {
@@ -227,24 +234,30 @@ impl KvMover {
         let Some(num_pages) = planes.iter().map(|plane| plane.layout.num_pages).min() else {
             return Err(Error::misuse("KV planes", "at least 1", 0));
         };
+        let row_bytes = planes.iter().try_fold(0, |sum: usize, KvPlane { layout, .. }| {
+            sum.checked_add(layout.part_bytes.checked_mul(layout.num_parts)?)
+        });
+        if row_bytes.is_none_or(|bytes| bytes > MAX_ROW_BYTES) {
+            let seen = row_bytes.map_or("more than can be counted".into(), |bytes| bytes.to_string());
+            return Err(Error::misuse(
+                "bytes of a row in all KV planes",
+                format!("at most {MAX_ROW_BYTES}"),
+                seen,
+            ));
+        }
         let packed = planes.iter().map(|plane| plane.pack(page_size)).collect::<Result<Vec<Plane>>>()?;
-        let num_chunks: u64 =
-            packed.iter().map(|plane| u64::from(plane.columns.div_ceil(CHUNK_COLUMNS))).sum();
-        let num_chunks = u32::try_from(num_chunks).ok().filter(|chunks| *chunks < 1 << 31);
-        let num_chunks =
-            num_chunks.ok_or_else(|| Error::misuse("KV planes", "rows of less than 64 GB", "more"))?;
         let chunks_of = |(plane, packed): (usize, &Plane)| {
             let columns = (0..packed.columns).step_by(CHUNK_COLUMNS as usize);
             columns.map(move |first_column| Chunk { plane: plane as u32, first_column })
         };
-        let chunks: Vec<Chunk> = packed.iter().enumerate().flat_map(chunks_of).collect();
+        let chunks: Vec<_> = packed.iter().enumerate().flat_map(chunks_of).collect();
         let mut mover = Self {
             cuda: cuda.clone(),
             kernel: cuda.kernel("ev_kv_commit")?,
             page_size,
             num_pages,
             max_moves,
-            num_chunks,
+            num_chunks: chunks.len() as u32, // far below 2^31, by the rows' bytes
             chunks: Memory::new(cuda, size_of_val(&chunks[..]), 0)?,
             planes: Memory::new(cuda, size_of_val(&packed[..]), 0)?,
             lists: Memory::new(cuda, MoveList::bytes(max_moves), 0)?,
