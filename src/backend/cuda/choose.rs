@@ -11,6 +11,7 @@ use half::{bf16, f16};
 use super::context::{Cuda, Kernel};
 use super::launch;
 use super::memory::{DeviceSlice, Memory};
+use super::staging::Staging;
 use crate::error::{Error, Result, expect_len};
 use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
 use pack::Packer;
@@ -111,7 +112,7 @@ impl<'a> ChooseRow<'a> {
 ///
 /// # Memory
 ///
-/// 92 bytes for a row. Rows with filters, penalties or bias need four bytes for each column, and text, bias and
+/// 92 bytes for a row, on the device and pinned on the host. Rows with filters, penalties or bias need four bytes for each column, and text, bias and
 /// masks what they have: a call that has more of these than any before allocates, and so waits for the device.
 #[derive(Debug)]
 pub struct Chooser<T> {
@@ -122,11 +123,12 @@ pub struct Chooser<T> {
     packer: Packer,
     /// What the packer has made.
     rows: Memory,
+    staged_rows: Staging<u32>,
     /// Keys, then thresholds.
     results: Memory,
+    /// Of the last call.
+    staged_results: Staging<u64>,
     workspaces: Memory,
-    /// As `results`, of the last call.
-    words: Vec<u64>,
     num_rows: usize,
     logit: PhantomData<fn(T)>,
 }
@@ -139,15 +141,18 @@ impl<T: Logit> Chooser<T> {
     /// kernel; *fault* when the device has no memory.
     pub fn new(cuda: &Cuda, config: ChooserConfig) -> Result<Self> {
         config.check()?;
+        let row_bytes = config.max_rows * size_of::<launch::ChooseRow>();
+        let num_words = result_words(config.max_rows);
         Ok(Self {
             cuda: cuda.clone(),
             kernel: cuda.kernel(&format!("ev_choose_{}", T::NAME))?,
             multiprocessors: cuda.multiprocessors()?,
             packer: Packer::default(),
-            rows: Memory::new(cuda, config.max_rows * size_of::<launch::ChooseRow>(), 0)?,
-            results: Memory::new(cuda, result_words(config.max_rows) * 8, 0)?,
+            rows: Memory::new(cuda, row_bytes, 0)?,
+            staged_rows: Staging::new(cuda, row_bytes / size_of::<u32>())?,
+            results: Memory::new(cuda, num_words * size_of::<u64>(), 0)?,
+            staged_results: Staging::new(cuda, num_words)?,
             workspaces: Memory::new(cuda, 0, 0)?,
-            words: vec![0; result_words(config.max_rows)],
             num_rows: 0,
             logit: PhantomData,
             config,
@@ -182,9 +187,12 @@ impl<T: Logit> Chooser<T> {
         }
         self.packer.pack(rows, config.vocab, &config.columns)?;
         let row_units = config.columns.end.div_ceil(8) - config.columns.start / 8;
-        self.rows.reserve(size_of_val(self.packer.words()))?;
+        let words = self.packer.words();
+        self.rows.reserve(size_of_val(words))?;
+        self.staged_rows.reserve(words.len())?;
         self.workspaces.reserve(self.packer.num_workspaces() * row_units * 8 * size_of::<f32>())?;
-        self.rows.queue_write(self.packer.words())?;
+        self.staged_rows.elements_mut()?[..words.len()].copy_from_slice(words);
+        self.staged_rows.queue_upload(words.len(), &mut self.rows)?;
         self.results.queue_zeros(rows.len() * 8)?;
         let mut arguments = launch::Choose {
             logits: logits.address,
@@ -200,18 +208,20 @@ impl<T: Logit> Chooser<T> {
         let blocks = (2 * self.multiprocessors).div_ceil(rows.len()).min(row_units.div_ceil(32 * warps));
         let grid = (blocks as u32, rows.len() as u32);
         launch::choose(&self.cuda, self.kernel, grid, 32 * warps as u32, &mut arguments)?;
-        let words = &mut self.words[..result_words(rows.len())];
-        self.results.queue_read(words)?;
-        self.cuda.synchronize()?;
+        self.staged_results.queue_download(result_words(rows.len()), &self.results)?;
+        // The call's one wait.
+        let keys = &self.staged_results.elements()?[..rows.len()];
         self.num_rows = rows.len();
-        Ok(bytemuck::cast_slice(&self.words[..self.num_rows]))
+        Ok(bytemuck::cast_slice(keys))
     }
 
     /// The least logit over temperature that each row's filters kept in the last call: negative infinity for a
     /// row without filters or at temperature 0, and what was given where it was given. Of no use where the row's key is an error. None after a call that failed.
     pub fn thresholds(&self) -> &[f32] {
-        let words = &self.words[self.num_rows..result_words(self.num_rows)];
-        &bytemuck::cast_slice(words)[..self.num_rows]
+        // The call has waited: this neither waits nor fails.
+        let words = self.staged_results.elements().unwrap_or_default();
+        let thresholds = words.get(self.num_rows..result_words(self.num_rows)).unwrap_or_default();
+        bytemuck::cast_slice(thresholds).get(..self.num_rows).unwrap_or_default()
     }
 }
 

@@ -8,11 +8,15 @@
 #![allow(unsafe_code)]
 
 mod choose;
+mod codes;
 mod context;
+mod event;
+mod graph;
 mod group;
 mod launch;
 mod memory;
 mod probe;
+mod staging;
 
 mod images {
     /// Images are read in words by the driver.
@@ -24,7 +28,9 @@ mod images {
 }
 
 pub use choose::{ChooseRow, Chooser, ChooserConfig, Logit};
-pub use context::{Cuda, Graph};
+pub use context::Cuda;
+pub use event::Event;
+pub use graph::Graph;
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
 
 /// The kernel images in this build, a fatbin for each file of `kernels/`; none without nvcc.
