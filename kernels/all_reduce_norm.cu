@@ -320,6 +320,7 @@ EV_DEVICE void all_reduce_norm(const EvAllReduceNorm& a) {
 #define EV_DEFINE_FOR(name, algorithm, world, suffix, Element)                                     \
   extern "C" __global__ void __launch_bounds__(EV_MAX_THREADS(world), 1)                                            \
       ev_all_reduce_norm_##name##_##suffix##_w##world(const __grid_constant__ EvAllReduceNorm a) { \
+    ev::wait_for_predecessors();                                                                   \
     ev::all_reduce_norm<ev::Element, world, algorithm>(a);                                         \
   }                                                                                                \
   EV_KERNEL(ev_all_reduce_norm_##name##_##suffix##_w##world)

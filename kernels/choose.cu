@@ -179,6 +179,7 @@ EV_DEVICE void choose(const EvChoose& a) {
 #define EV_DEFINE_CHOOSE(suffix, ...)                                    \
   extern "C" __global__ void __launch_bounds__(ev::kMaxChooseThreads, 2) \
       ev_choose_##suffix(const __grid_constant__ EvChoose a) {           \
+    ev::wait_for_predecessors();                                         \
     ev::choose<__VA_ARGS__>(a);                                          \
   }                                                                      \
   EV_KERNEL(ev_choose_##suffix)

@@ -1,9 +1,9 @@
 // The only header that knows nvcc from the emulator, and the only place with inline PTX. Each wrapper is named
 // for what its caller may rely on.
 //
-// Kernel sources keep four rules: they include nothing but this folder's headers; shared memory is declared
+// Kernel sources keep five rules: they include nothing but this folder's headers; shared memory is declared
 // by EV_SHARED and EV_DYNAMIC_SHARED; memory that another block, device or the host touches while the kernel
-// runs is accessed by the wrappers here alone; EV_KERNEL follows each kernel.
+// runs is accessed by the wrappers here alone; a kernel begins with wait_for_predecessors, and EV_KERNEL follows it.
 #pragma once
 
 #include "abi.h"
@@ -23,6 +23,14 @@ namespace ev {
 
 // Between two looks at the clock a thread polls so many times.
 constexpr uint32_t kPollsPerCheck = 256;
+
+/// Waits until the kernels before this one in its stream have ended, and all that they wrote is there. First in
+/// every kernel: launched as a dependent, it may have begun before.
+EV_DEVICE void wait_for_predecessors() {
+#if __CUDA_ARCH__ >= 900  // older ones have no dependents
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /// 16 bytes that any device may be writing. Each 4-byte word is whole, the four are not ordered.
 EV_DEVICE uint4 load_relaxed_sys(const uint4* from) {
@@ -137,6 +145,8 @@ namespace ev {
 
 // A thread that polls in vain is parked: it takes few polls to see that it waits.
 constexpr uint32_t kPollsPerCheck = 4;
+
+EV_DEVICE void wait_for_predecessors() {}  // kernels of a stream never overlap here
 
 template <class T> T load_relaxed_sys(const T* from) { return emu::load(from, emu::RLX, emu::SYS); }
 template <class T> void store_relaxed_sys(T* to, T v) { emu::store(to, v, emu::RLX, emu::SYS); }

@@ -145,6 +145,7 @@ EV_DEVICE void activate(const EvDraft& a) {
 
 #define EV_DEFINE_DRAFT(name, threads, ...)                                                               \
   extern "C" __global__ void __launch_bounds__(threads) ev_draft_##name(const __grid_constant__ EvDraft a) { \
+  ev::wait_for_predecessors(); \
     __VA_ARGS__(a);                                                                                       \
   }                                                                                                       \
   EV_KERNEL(ev_draft_##name)
@@ -163,6 +164,7 @@ EV_DEFINE_DRAFT(turn, 256, ev::turn<false>)
 
 /// Takes over the pages that requests have got.
 extern "C" __global__ void __launch_bounds__(256) ev_draft_pages(const __grid_constant__ EvDraft a) {
+  ev::wait_for_predecessors();
   const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= a.num_updates) return;
   const EvPageUpdate update = reinterpret_cast<const EvPageUpdate*>(a.updates)[i];

@@ -220,12 +220,14 @@ EV_DEVICE void combine(const EvDraft& a) {
 #define EV_DEFINE_ATTEND(dim)                                                                            \
   extern "C" __global__ void __launch_bounds__(32 * ev::kAttendWarps) ev_draft_attend_##dim(               \
       const __grid_constant__ EvDraft a) {                                                               \
+  ev::wait_for_predecessors(); \
     ev::attend<dim>(a);                                                                                  \
   }                                                                                                      \
   EV_KERNEL(ev_draft_attend_##dim)
 
 #define EV_DEFINE_COMBINE(suffix, Half)                                                                               \
   extern "C" __global__ void __launch_bounds__(256) ev_draft_combine_##suffix(const __grid_constant__ EvDraft a) { \
+  ev::wait_for_predecessors(); \
     ev::combine<ev::Half>(a);                                                                                         \
   }                                                                                                                   \
   EV_KERNEL(ev_draft_combine_##suffix)

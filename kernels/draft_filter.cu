@@ -101,6 +101,7 @@ EV_DEVICE void filter(const EvDraft& a) {
 }  // namespace ev
 
 extern "C" __global__ void __launch_bounds__(ev::kMaxChooseThreads, 2) ev_draft_filter(const __grid_constant__ EvDraft a) {
+  ev::wait_for_predecessors();
   ev::filter(a);
 }
 EV_KERNEL(ev_draft_filter)

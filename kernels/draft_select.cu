@@ -268,6 +268,7 @@ EV_DEVICE void start_pools(const EvDraft& a) {
 
 #define EV_DEFINE_SELECT(name, threads, function)                                                            \
   extern "C" __global__ void __launch_bounds__(threads) ev_draft_##name(const __grid_constant__ EvDraft a) { \
+  ev::wait_for_predecessors(); \
     function(a);                                                                                             \
   }                                                                                                          \
   EV_KERNEL(ev_draft_##name)

@@ -94,6 +94,7 @@ EV_DEVICE void gather(const EvGatherFeatures& a) {
 }  // namespace ev
 
 extern "C" __global__ void __launch_bounds__(ev::kRowThreads) ev_kv_commit(const __grid_constant__ EvKvCommit a) {
+  ev::wait_for_predecessors();
   ev::commit(a);
 }
 EV_KERNEL(ev_kv_commit)
@@ -101,6 +102,7 @@ EV_KERNEL(ev_kv_commit)
 #define EV_DEFINE_GATHER(feature, element, Feature, Element)                                 \
   extern "C" __global__ void __launch_bounds__(ev::kRowThreads)                              \
       ev_gather_features_##feature##_##element(const __grid_constant__ EvGatherFeatures a) { \
+  ev::wait_for_predecessors(); \
     ev::gather<ev::Feature, ev::Element>(a);                                                 \
   }                                                                                          \
   EV_KERNEL(ev_gather_features_##feature##_##element)

@@ -1,5 +1,5 @@
 //! Budgets of the machine code that is really embedded: no spills, no system-wide fences, wide accesses,
-//! registers and instructions below a ceiling. Reads the `sm_120a` images with cuobjdump, so it needs no GPU.
+//! registers and instructions below a ceiling; and each kernel waits for its predecessors first. Reads the `sm_120a` images with cuobjdump, so it needs no GPU.
 //!
 //! Skipped, loudly, where the build has no kernels or there is no cuobjdump; with
 //! `EAGLE_VERIFY_REQUIRE_KERNELS` it fails instead. `EAGLE_VERIFY_WRITE_BUDGETS=FILE` writes the figures as a
@@ -163,6 +163,9 @@ struct Kernel {
     gpu_fences: u32,
     atomics: u32,
     sys_atomics: u32,
+    touches_memory: bool,
+    /// For the kernels before it, before it touches memory: it may be launched as a dependent.
+    waits_first: bool,
     /// A fence whose error barrier is still to come.
     waits_for_errbar: bool,
 }
@@ -191,6 +194,9 @@ impl Kernel {
             return;
         }
         self.instructions += 1;
+        self.waits_first |= head == "ACQBULK" && !self.touches_memory;
+        self.touches_memory |=
+            ["LDG", "LD", "LDGSTS", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG", "UBLKCP"].contains(&head);
         match head {
             "LDL" | "STL" => self.spills += 1,
             // LD and ST are generic: the compiler lost the address space. Global is the worst case.
@@ -235,6 +241,9 @@ impl Kernel {
             ("local loads and stores (spills)", self.spills, 0),
             ("system fences", self.sys_fences, 0),
         ]);
+        if !self.waits_first {
+            found.push(format!("{}: touches memory before it waits for its predecessors", self.name));
+        }
         if let Some(budget) = LOCAL_BUDGETS.iter().find(|budget| self.name.starts_with(budget.prefix)) {
             found.extend(self.above(&[
                 ("registers", self.registers, budget.registers),
@@ -518,6 +527,7 @@ const SASS: &str = r#"
 	.headerflags	@"EF_CUDA_ACCELERATORS EF_CUDA_SM120 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM120)"
         /*0000*/                   LDC R1, c[0x0][0x37c] ;                             /* 0x0000df00ff017b82 */
                                                                                        /* 0x000fe20000000800 */
+        /*0008*/                   ACQBULK ;                                           /* 0x000000000000782e */
         /*0010*/                   LDG.E R4, desc[UR10][R4.64] ;                       /* 0x0000000a04047981 */
                                                                                        /* 0x001f2e000c1e1900 */
         /*0020*/               @P0 LDG.E.128 R8, desc[UR10][R8.64] ;                   /* 0x0000000a04047981 */
@@ -558,7 +568,7 @@ fn assert_flagged(kernel: &Kernel, wanted: &str) {
 fn a_good_sample_is_read_right_and_passes() {
     let kernel = sample(RESOURCES, SASS);
     assert_eq!((kernel.name.as_str(), kernel.registers, kernel.stack, kernel.shared), (NAME, 40, 0, 128));
-    assert_eq!((kernel.instructions, kernel.spills, kernel.atomics, kernel.sys_atomics), (14, 0, 1, 0));
+    assert_eq!((kernel.instructions, kernel.spills, kernel.atomics, kernel.sys_atomics), (15, 0, 1, 0));
     assert_eq!(kernel.loads.by_bits, BTreeMap::from([(32, 1), (128, 2)]));
     assert_eq!(kernel.stores.by_bits, BTreeMap::from([(16, 1), (64, 1), (128, 1)]));
     assert_eq!((kernel.loads.wide_strong_sys, kernel.stores.wide_strong_sys), (1, 1));
@@ -600,6 +610,10 @@ fn bad_samples_are_flagged() {
         &sample(RESOURCES, &SASS.replace("STG.E.128.STRONG.SYS", "STG.E.128")),
         "no 128-bit stores that",
     );
+    let wait = "ACQBULK ;";
+    assert_flagged(&sample(RESOURCES, &SASS.replace(wait, "LDC R1, c[0x0][0x37c] ;")), "predecessors");
+    let late = SASS.replace(wait, "LDC R1, c[0x0][0x37c] ;").replace("ERRBAR;", wait);
+    assert!(sample(RESOURCES, &late).violations().iter().any(|text| text.ends_with("predecessors")));
     let narrow = sample(RESOURCES, &SASS.replace("LDG.E.128", "LDG.E"));
     assert!(narrow.violations().iter().any(|text| text.ends_with("no 128-bit loads")));
 }

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use collective::*;
 use cuda_emulator as emulator;
+use cuda_emulator::DriverCounts;
 use eagle_verify::TokenId;
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::backend::cuda::{
@@ -125,7 +126,16 @@ fn calls_allocate_nothing() {
         chooser.choose(part, rows).unwrap();
     };
     choose(&rows[..]);
+    let before = emulator::report().driver;
     assert_eq!(count(|| (0..20).for_each(|i| choose(&rows[..1 + i % 4]))), 0);
+    let after = emulator::report().driver;
+    // One copy up, one kernel, one copy down, one wait: of pinned memory, or the copies would be waits, too.
+    let per_call = |counts: fn(&DriverCounts) -> u64| (counts(&after) - counts(&before)) as f64 / 20.0;
+    assert_eq!(per_call(|driver| driver.num_uploads), 1.0);
+    assert_eq!(per_call(|driver| driver.num_launches), 1.0);
+    assert_eq!(per_call(|driver| driver.num_downloads), 1.0);
+    assert_eq!(per_call(|driver| driver.num_host_syncs), 1.0);
+    assert_eq!(per_call(|driver| driver.num_device_allocations + driver.num_host_allocations), 0.0);
 
     // Moving KV rows.
     let cache = cuda.upload(&[1u8; 4 * 16 * 8]).unwrap();
@@ -147,6 +157,11 @@ fn calls_allocate_nothing() {
     sample(0);
     assert_eq!(count(|| (0..20).for_each(&mut sample)), 0);
 
-    // The control: the counter counts.
+    // The controls: the counters count.
+    drop(cuda.upload(&[1u8]).unwrap());
+    let counted = emulator::report().driver;
+    assert_eq!(counted.num_device_allocations, after.num_device_allocations + 1);
+    assert_eq!(counted.num_uploads, after.num_uploads + 1);
+    assert!(counted.num_host_syncs > after.num_host_syncs + 1, "its copy is of pageable memory");
     assert!(count(|| drop(std::hint::black_box(vec![1u8; 100]))) > 0);
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use super::context::{Cuda, Kernel};
 use super::launch;
 use super::memory::{DeviceSlice, Memory};
+use super::staging::{Staging, Upload};
 use super::view::{Format, Logit, View};
 use crate::error::{Error, Result, expect_len};
 use crate::sampling::{ChoiceKey, Sampler, SamplingContext};
@@ -84,7 +85,7 @@ impl<'a> ChooseRow<'a> {
 ///
 /// # Memory
 ///
-/// 92 bytes for a row. Rows with filters, penalties or bias need four bytes for each column, and text, bias and
+/// 92 bytes for a row, on the device and pinned on the host. Rows with filters, penalties or bias need four bytes for each column, and text, bias and
 /// masks what they have: a call that has more of these than any before allocates, and so waits for the device.
 #[derive(Debug)]
 pub struct Chooser<T> {
@@ -102,12 +103,12 @@ pub(super) struct RowChooser {
     multiprocessors: usize,
     packer: Packer,
     /// What the packer has made.
-    rows: Memory,
+    rows: Upload<u32>,
     /// Keys, then thresholds.
     results: Memory,
+    /// Of the last call.
+    staged_results: Staging<u64>,
     workspaces: Memory,
-    /// As `results`, of the last call.
-    words: Vec<u64>,
     num_rows: usize,
 }
 
@@ -137,9 +138,9 @@ impl<T: Logit> Chooser<T> {
     /// The least logit over temperature that each row's filters kept in the last call: negative infinity for a
     /// row without filters or at temperature 0, and what was given where it was given. Of no use where the row's key is an error. None after a call that failed.
     pub fn thresholds(&self) -> &[f32] {
-        let (rows, num_rows) = (&self.rows, self.rows.num_rows);
-        let words = &rows.words[num_rows..result_words(num_rows)];
-        &bytemuck::cast_slice(words)[..num_rows]
+        let num_rows = self.rows.num_rows;
+        let thresholds = self.rows.results().get(num_rows..).unwrap_or_default();
+        bytemuck::cast_slice(thresholds).get(..num_rows).unwrap_or_default()
     }
 }
 
@@ -150,15 +151,16 @@ impl RowChooser {
         for format in formats {
             kernels[*format as usize] = Some(cuda.kernel(&format!("ev_choose_{}", format.name()))?);
         }
+        let num_words = result_words(config.max_rows);
         Ok(Self {
             cuda: cuda.clone(),
             kernels,
             multiprocessors: cuda.multiprocessors()?,
             packer: Packer::default(),
-            rows: Memory::new(cuda, config.max_rows * size_of::<launch::ChooseRow>(), 0)?,
-            results: Memory::new(cuda, result_words(config.max_rows) * 8, 0)?,
+            rows: Upload::new(cuda, config.max_rows * size_of::<launch::ChooseRow>() / 4)?,
+            results: Memory::new(cuda, num_words * size_of::<u64>(), 0)?,
+            staged_results: Staging::new(cuda, num_words)?,
             workspaces: Memory::new(cuda, 0, 0)?,
-            words: vec![0; result_words(config.max_rows)],
             num_rows: 0,
             config,
         })
@@ -196,13 +198,12 @@ impl RowChooser {
         }
         self.packer.pack(rows, config.vocab, &config.columns)?;
         let row_units = config.columns.end.div_ceil(8) - config.columns.start / 8;
-        self.rows.reserve(size_of_val(self.packer.words()))?;
         self.workspaces.reserve(self.packer.num_workspaces() * row_units * 8 * size_of::<f32>())?;
-        self.rows.queue_write(self.packer.words())?;
+        self.rows.queue(self.packer.words())?;
         self.results.queue_zeros(num_rows * 8)?;
         let mut arguments = launch::Choose {
             logits: logits.address,
-            rows: self.rows.address,
+            rows: self.rows.address(),
             keys: self.results.address,
             thresholds: self.results.address + (num_rows * 8) as u64,
             z: self.workspaces.address,
@@ -214,16 +215,22 @@ impl RowChooser {
         let blocks = (2 * self.multiprocessors).div_ceil(num_rows).min(row_units.div_ceil(32 * warps));
         let grid = (blocks as u32, num_rows as u32);
         launch::choose(&self.cuda, kernel, grid, 32 * warps as u32, &mut arguments)?;
-        let words = &mut self.words[..result_words(num_rows)];
-        self.results.queue_read(words)?;
-        self.cuda.synchronize()?;
+        self.staged_results.queue_download(result_words(num_rows), &self.results)?;
+        // The call's one wait.
+        self.staged_results.elements()?;
         self.num_rows = num_rows;
         Ok(self.keys())
     }
 
     /// The keys of the last call; none after one that failed.
     pub(super) fn keys(&self) -> &[ChoiceKey] {
-        bytemuck::cast_slice(&self.words[..self.num_rows])
+        bytemuck::cast_slice(self.results().get(..self.num_rows).unwrap_or_default())
+    }
+
+    fn results(&self) -> &[u64] {
+        // The call has waited: this neither waits nor fails.
+        let words = self.staged_results.elements().unwrap_or_default();
+        words.get(..result_words(self.num_rows)).unwrap_or_default()
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::ffi::{CString, c_int, c_void};
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytemuck::Pod;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
+use super::codes::{self, checked};
 use super::memory::{Buffer, Memory};
+use super::staging::Progress;
 use super::{images, probe};
 use crate::error::{Error, Result, expect_len};
 
@@ -17,8 +19,16 @@ use crate::error::{Error, Result, expect_len};
 /// Clones are the same stream. All work of a value is queued on its stream, in the order of the calls; values for
 /// the same device run beside each other. Memory is allocated outside of the driver's pools, so that peers
 /// can map it. Calls make the device's primary context the current one of their thread, and leave it so.
+///
+/// # Errors of the device
+///
+/// A *fault* names the driver's call, its code and the device. Where it says that the device's context is lost, all
+/// later calls on that device fail, in this process: other devices and the CPU go on.
 #[derive(Clone, Debug)]
-pub struct Cuda(Arc<Inner>);
+pub struct Cuda {
+    inner: Arc<Inner>,
+    launches_dependents: bool,
+}
 
 #[derive(Debug)]
 struct Inner {
@@ -28,21 +38,26 @@ struct Inner {
     stream: sys::CUstream,
     owns_stream: bool,
     modules: Vec<sys::CUmodule>,
+    /// Recorded again and again, by one thread at a time.
+    event: Mutex<sys::CUevent>,
+    progress: Progress,
+    /// What drops could not give back yet.
+    lent: Mutex<Vec<Lent>>,
+}
+
+/// What the driver has lent. It takes it back when nothing that was queued uses it any more.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Lent {
+    Memory(u64),
+    HostMemory(*mut c_void),
+    Graph(sys::CUgraph),
+    GraphExec(sys::CUgraphExec),
 }
 
 // SAFETY: driver handles may be used from any thread; every use makes the context current on its thread first.
 unsafe impl Send for Inner {}
 // SAFETY: the driver locks its objects; the handles don't change after `new`.
 unsafe impl Sync for Inner {}
-
-/// Names the call and the device in the driver's answer. A `DriverError` must not be formatted: that would call
-/// the driver again.
-pub(super) fn checked<T>(ordinal: usize, call: &str, result: Result<T, DriverError>) -> Result<T> {
-    result.map_err(|DriverError(code)| {
-        let subject = format!("{call} on device {ordinal}");
-        Error::fault(subject, "success", format!("{code:?} ({})", code as u32))
-    })
-}
 
 impl Cuda {
     /// Device `ordinal` with the kernels that this crate was built with.
@@ -91,32 +106,55 @@ impl Cuda {
         let context = checked(ordinal, "cuDevicePrimaryCtxRetain", context)?;
         let owns_stream = stream.is_none();
         let stream = stream.unwrap_or(std::ptr::null_mut());
-        let mut inner = Inner { ordinal, device, context, stream, owns_stream, modules: Vec::new() };
+        let mut inner = Inner {
+            ordinal,
+            device,
+            context,
+            stream,
+            owns_stream,
+            modules: Vec::new(),
+            event: Mutex::new(std::ptr::null_mut()),
+            progress: Progress::default(),
+            lent: Mutex::default(),
+        };
         inner.bind()?;
         if owns_stream {
             let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
             inner.stream = checked(ordinal, "cuStreamCreate", stream)?;
         }
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        inner.event = Mutex::new(checked(ordinal, "cuEventCreate", event)?);
         for (name, image) in images {
             // Aligned, and for PTX ended with a 0.
             let mut copy: Vec<u64> = vec![0; image.len() / 8 + 1];
             bytemuck::cast_slice_mut(&mut copy)[..image.len()].copy_from_slice(image);
             // SAFETY: `copy` is readable to its end; the driver checks the image's format.
-            match unsafe { result::module::load_data(copy.as_ptr().cast::<c_void>()) } {
-                Err(DriverError(
-                    sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU
-                    | sys::CUresult::CUDA_ERROR_INVALID_PTX
-                    | sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
-                )) => {
-                    let (major, minor) = inner.compute_capability()?;
-                    let wanted = format!("code for sm_{major}{minor} (see EAGLE_VERIFY_CUDA_ARCHS)");
-                    let seen = format!("code for {}", images::ARCHS);
-                    return Err(Error::unsupported(format!("CUDA kernels `{name}`"), wanted, seen));
-                }
-                module => inner.modules.push(checked(ordinal, "cuModuleLoadData", module)?),
-            }
+            let module = unsafe { result::module::load_data(copy.as_ptr().cast::<c_void>()) };
+            let origin = if std::ptr::eq(images, images::IMAGES) {
+                format!("code for {}", images::ARCHS)
+            } else {
+                format!("an image of {} bytes", image.len())
+            };
+            inner.modules.push(inner.loaded(name, &origin, module)?);
         }
-        Ok(Self(Arc::new(inner)))
+        Ok(Self { inner: Arc::new(inner), launches_dependents: false })
+    }
+
+    /// The same stream, whose kernels are launched as programmatic dependents: the driver sets the next one up while
+    /// the last one ends. Results and their order are the same. What is made with the value that this returns, or
+    /// its clones, is launched so.
+    ///
+    /// # Errors
+    /// *Unsupported* before compute capability 9.0.
+    pub fn with_dependent_launches(mut self) -> Result<Self> {
+        let (major, minor) = self.inner.compute_capability()?;
+        if major < 9 {
+            let subject = format!("dependent launches on device {}", self.inner.ordinal);
+            let wanted = "compute capability 9.0 or newer";
+            return Err(Error::unsupported(subject, wanted, format!("{major}.{minor}")));
+        }
+        self.launches_dependents = true;
+        Ok(self)
     }
 
     /// The number of devices on this machine.
@@ -129,7 +167,7 @@ impl Cuda {
 
     /// The device's ordinal.
     pub fn ordinal(&self) -> usize {
-        self.0.ordinal
+        self.inner.ordinal
     }
 
     /// Memory for `len` elements, all bits zero. Waits for the stream; and like any allocation it may wait for
@@ -160,7 +198,7 @@ impl Cuda {
     /// *Misuse* when the lengths differ; *fault* when the device fails.
     pub fn write<T: Pod>(&self, buffer: &mut Buffer<T>, data: &[T]) -> Result<()> {
         expect_len("buffer", data.len(), buffer.len)?;
-        self.expect_own(buffer)?;
+        self.expect_own("buffer", buffer.memory.cuda.stream_id())?;
         if data.is_empty() {
             return Ok(());
         }
@@ -176,7 +214,7 @@ impl Cuda {
     /// # Errors
     /// *Fault* when the device fails.
     pub fn download<T: Pod>(&self, buffer: &Buffer<T>) -> Result<Vec<T>> {
-        self.expect_own(buffer)?;
+        self.expect_own("buffer", buffer.memory.cuda.stream_id())?;
         self.read(buffer.memory.address, buffer.len)
     }
 
@@ -198,66 +236,84 @@ impl Cuda {
     /// # Errors
     /// *Fault* when any of it failed.
     pub fn synchronize(&self) -> Result<()> {
-        self.bind()?;
-        // SAFETY: the stream lives as long as `self`.
-        self.check("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream()) })
+        self.inner.synchronize()
     }
 
-    /// Records what `queue` queues, without running it, as a graph.
-    ///
-    /// # Errors
-    /// Those of `queue`; *fault* when something in it cannot be captured, such as a transfer or an allocation.
-    pub fn capture(&self, queue: impl FnOnce() -> Result<()>) -> Result<Graph> {
-        self.bind()?;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream lives as long as `self`.
-        let begun = unsafe { result::stream::begin_capture(self.stream(), mode) };
-        self.check("cuStreamBeginCapture", begun)?;
-        let mut capture = Capture { cuda: self, is_open: true };
-        let queued = queue();
-        let mut graph = Graph { cuda: self.clone(), graph: capture.end()?, exec: std::ptr::null_mut() };
-        queued?;
-        // SAFETY: `graph.graph` was just made.
-        let exec = unsafe { result::graph::instantiate(graph.graph, sys::CUgraphInstantiate_flags(0)) };
-        graph.exec = self.check("cuGraphInstantiate", exec)?;
-        // Now, not in the first launch while a peer already waits.
-        // SAFETY: both handles are valid.
-        self.check("cuGraphUpload", unsafe { result::graph::upload(graph.exec, self.stream()) })?;
-        self.synchronize()?;
-        Ok(graph)
-    }
-
-    fn expect_own<T>(&self, buffer: &Buffer<T>) -> Result<()> {
-        if buffer.memory.cuda.stream_id() == self.stream_id() {
+    /// Misuse unless memory is for this stream's work.
+    pub(super) fn expect_own(&self, subject: &'static str, stream: StreamId) -> Result<()> {
+        if stream == self.stream_id() {
             return Ok(());
         }
-        Err(Error::misuse("buffer", "one of this `Cuda`", "another's"))
+        Err(Error::misuse(subject, "one of this `Cuda`", "another's"))
     }
 
     pub(super) fn bind(&self) -> Result<()> {
-        self.0.bind()
+        self.inner.bind()
     }
 
     pub(super) fn check<T>(&self, call: &str, result: Result<T, DriverError>) -> Result<T> {
-        checked(self.0.ordinal, call, result)
+        checked(self.inner.ordinal, call, result)
+    }
+
+    /// As [`check`](Self::check), for a call that was to give `bytes` bytes.
+    pub(super) fn check_memory<T>(
+        &self,
+        call: &str,
+        bytes: usize,
+        result: Result<T, DriverError>,
+    ) -> Result<T> {
+        codes::checked_memory(self.inner.ordinal, call, bytes, result)
+    }
+
+    pub(super) fn progress(&self) -> &Progress {
+        &self.inner.progress
+    }
+
+    /// The event that orders other streams' work and this one's, and is recorded again and again.
+    pub(super) fn ordering_event(&self) -> MutexGuard<'_, sys::CUevent> {
+        self.inner.event.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether kernels are launched as dependents of those before.
+    pub(super) fn launches_dependents(&self) -> bool {
+        self.launches_dependents
+    }
+
+    /// Gives something back once the stream is idle, for drops. Where that fails or has to wait for the end of a
+    /// capture, it is done with a later allocation, or with the last clone of this value.
+    pub(super) fn give_back(&self, lent: Lent) {
+        self.inner.lent().push(lent);
+        self.give_back_all();
+    }
+
+    /// Gives back what could not be given back before.
+    pub(super) fn give_back_all(&self) {
+        let mut lent = self.inner.lent();
+        // A wait would end the capture.
+        let may_wait = !self.progress().is_capturing();
+        if !lent.is_empty() && may_wait && self.synchronize().is_ok() {
+            // SAFETY: the stream is idle.
+            lent.retain(|lent| unsafe { !lent.give_back() });
+        }
     }
 
     pub(super) fn stream(&self) -> sys::CUstream {
-        self.0.stream
+        self.inner.stream
     }
 
     pub(super) fn stream_id(&self) -> StreamId {
-        StreamId { ordinal: self.0.ordinal, stream: self.0.stream as usize }
+        StreamId { ordinal: self.inner.ordinal, stream: self.inner.stream as usize }
     }
 
     pub(super) fn multiprocessors(&self) -> Result<usize> {
-        let count = self.0.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let count =
+            self.inner.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok(count as usize)
     }
 
     /// Lets this device's kernels access memory of `peer`.
     pub(super) fn enable_peer(&self, peer: &Self) -> Result<()> {
-        let (own, peer) = (&self.0, &peer.0);
+        let (own, peer) = (&*self.inner, &*peer.inner);
         if own.ordinal == peer.ordinal {
             return Ok(());
         }
@@ -286,7 +342,7 @@ impl Cuda {
         self.bind()?;
         let missing = || Error::unsupported("CUDA kernel", symbol, "images without it");
         let name = CString::new(symbol).map_err(|_| missing())?;
-        for module in &self.0.modules {
+        for module in &self.inner.modules {
             // SAFETY: the module lives as long as `self`.
             match unsafe { result::module::get_function(*module, name.clone()) } {
                 Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND)) => {}
@@ -294,38 +350,50 @@ impl Cuda {
                     let function = self.check("cuModuleGetFunction", function)?;
                     // SAFETY: `function` is of a live module.
                     self.check("cuFuncLoad", unsafe { sys::cuFuncLoad(function).result() })?;
+                    self.expect_dependent(symbol, function)?;
                     return Ok(Kernel { function });
                 }
             }
         }
         Err(missing())
     }
-}
 
-/// A capture that is ended also when its caller's closure panics: else the stream would record for ever.
-struct Capture<'a> {
-    cuda: &'a Cuda,
-    is_open: bool,
-}
-
-impl Capture<'_> {
-    fn end(&mut self) -> Result<sys::CUgraph> {
-        self.is_open = false;
-        self.cuda.bind()?;
-        // SAFETY: the stream lives as long as `cuda`; the capture began, and ends once.
-        let graph = unsafe { result::stream::end_capture(self.cuda.stream()) };
-        self.cuda.check("cuStreamEndCapture", graph)
+    /// Code for an older architecture, which the driver has compiled anew, does not wait for its predecessors.
+    fn expect_dependent(&self, symbol: &str, function: sys::CUfunction) -> Result<()> {
+        if !self.launches_dependents {
+            return Ok(());
+        }
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PTX_VERSION;
+        // SAFETY: `function` is of a live module.
+        let version = unsafe { result::function::get_function_attribute(function, attribute) };
+        match self.check("cuFuncGetAttribute", version)? {
+            90.. => Ok(()),
+            older => {
+                let subject = format!("dependent launches of {symbol}");
+                let wanted = "code compiled for compute_90 or newer (see EAGLE_VERIFY_CUDA_ARCHS)";
+                Err(Error::unsupported(subject, wanted, format!("compute_{older}")))
+            }
+        }
     }
 }
 
-impl Drop for Capture<'_> {
-    fn drop(&mut self) {
-        if self.is_open
-            && let Ok(graph) = self.end()
-        {
-            // SAFETY: just made, used by nobody.
-            let _ = unsafe { result::graph::destroy(graph) };
-        }
+impl Lent {
+    /// False if the driver takes nothing back while some thread captures. After another error it is not known what
+    /// the driver has done, and a second try might free what is somebody else's by then.
+    ///
+    /// # Safety
+    /// Nothing uses it any more.
+    unsafe fn give_back(self) -> bool {
+        // SAFETY: given back once; unused, as the caller sees to.
+        let given = unsafe {
+            match self {
+                Self::Memory(address) => result::free_sync(address),
+                Self::HostMemory(address) => result::free_host(address),
+                Self::Graph(graph) => result::graph::destroy(graph),
+                Self::GraphExec(exec) => result::graph::exec_destroy(exec),
+            }
+        };
+        given != Err(DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED))
     }
 }
 
@@ -346,22 +414,74 @@ impl Inner {
         let minor = self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         Ok((major, minor))
     }
+
+    fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        let last = self.progress.last();
+        // SAFETY: the stream lives as long as `self`.
+        let waited = unsafe { result::stream::synchronize(self.stream) };
+        checked(self.ordinal, "cuStreamSynchronize", waited)?;
+        self.progress.covered(last);
+        Ok(())
+    }
+
+    fn lent(&self) -> MutexGuard<'_, Vec<Lent>> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A module that was to be loaded, or why this device and driver cannot run it.
+    fn loaded(
+        &self,
+        name: &str,
+        origin: &str,
+        module: Result<sys::CUmodule, DriverError>,
+    ) -> Result<sys::CUmodule> {
+        use sys::CUresult as Code;
+        let Err(DriverError(code)) = module else {
+            return checked(self.ordinal, "cuModuleLoadData", module);
+        };
+        let (major, minor) = self.compute_capability()?;
+        let wanted = match code {
+            Code::CUDA_ERROR_NO_BINARY_FOR_GPU => {
+                format!("code for sm_{major}{minor} (see EAGLE_VERIFY_CUDA_ARCHS)")
+            }
+            Code::CUDA_ERROR_INVALID_PTX
+            | Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+            | Code::CUDA_ERROR_JIT_COMPILER_NOT_FOUND
+            | Code::CUDA_ERROR_JIT_COMPILATION_DISABLED => format!(
+                "code for sm_{major}{minor} (see EAGLE_VERIFY_CUDA_ARCHS), or a newer driver that compiles its PTX"
+            ),
+            Code::CUDA_ERROR_INVALID_IMAGE => "a fatbin, cubin or PTX that this driver can read".to_owned(),
+            _ => return checked(self.ordinal, "cuModuleLoadData", module),
+        };
+        let seen =
+            format!("{origin}: {} from cuModuleLoadData on device {}", codes::name(code), self.ordinal);
+        Err(Error::unsupported(format!("CUDA kernels `{name}`"), wanted, seen))
+    }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let is_bound = self.bind().is_ok();
-        // SAFETY: nothing else holds these handles: buffers and graphs hold a `Cuda`, so they are gone. What
-        // fails here was an error of earlier work, which its caller was told of.
+        let has_stream = !self.owns_stream || !self.stream.is_null();
+        // What fails now was an error of earlier work, which its caller was told of, or passes.
+        let is_idle = has_stream && (self.synchronize().is_ok() || self.synchronize().is_ok());
+        let lent = std::mem::take(self.lent.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let event = *self.event.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: nothing else holds these handles: buffers and graphs hold a `Cuda`, so they are gone. Memory and
+        // code are given up only where nothing can use them any more; the driver keeps streams and events until
+        // their work has ended.
         unsafe {
-            if is_bound && !self.stream.is_null() {
-                let _ = result::stream::synchronize(self.stream);
-                if self.owns_stream {
-                    let _ = result::stream::destroy(self.stream);
-                }
+            for lent in lent.into_iter().filter(|_| is_idle) {
+                lent.give_back();
             }
-            for module in self.modules.iter().filter(|_| is_bound) {
+            for module in self.modules.iter().filter(|_| is_idle) {
                 let _ = result::module::unload(*module);
+            }
+            if !event.is_null() {
+                let _ = result::event::destroy(event);
+            }
+            if self.owns_stream && has_stream {
+                let _ = result::stream::destroy(self.stream);
             }
             let _ = result::primary_ctx::release(self.device);
         }
@@ -383,44 +503,3 @@ pub(super) struct Kernel {
 
 // SAFETY: a function may be launched from any thread.
 unsafe impl Send for Kernel {}
-
-/// Recorded work of one [`Cuda`], launched as one.
-#[derive(Debug)]
-pub struct Graph {
-    cuda: Cuda,
-    graph: sys::CUgraph,
-    exec: sys::CUgraphExec,
-}
-
-// SAFETY: graphs may be launched from any thread, one at a time: `launch` takes `&mut self`.
-unsafe impl Send for Graph {}
-
-impl Graph {
-    /// Queues the recorded work on the stream that it was recorded on.
-    ///
-    /// # Errors
-    /// *Fault* when the driver refuses.
-    ///
-    /// # Safety
-    /// All memory and all groups of the recorded calls are still alive, and live until the work has run.
-    pub unsafe fn launch(&mut self) -> Result<()> {
-        self.cuda.bind()?;
-        // SAFETY: both handles are valid; the memory is the caller's obligation.
-        self.cuda.check("cuGraphLaunch", unsafe { result::graph::launch(self.exec, self.cuda.stream()) })
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        if self.cuda.synchronize().is_err() {
-            return;
-        }
-        // SAFETY: made by `capture`, destroyed once, not running any more.
-        unsafe {
-            if !self.exec.is_null() {
-                let _ = result::graph::exec_destroy(self.exec);
-            }
-            let _ = result::graph::destroy(self.graph);
-        }
-    }
-}

@@ -7,10 +7,12 @@ mod layer;
 use std::collections::{HashMap, VecDeque};
 
 use super::choose::{ChooseRow, ChooserConfig, Packer, RowChooser};
-use super::context::{Cuda, Graph, Kernel};
+use super::context::{Cuda, Kernel};
 use super::gather::{GatherFeatures, queue_gather};
+use super::graph::Graph;
 use super::linear::Halves;
 use super::memory::Memory;
+use super::staging::{Staging, Upload};
 use super::view::{Embedding, Format, View};
 use crate::backend::{Backend, DraftLimits, DraftState, MasksBySlot};
 use crate::draft::{Eagle3Checkpoint, Eagle3Config, Weights};
@@ -37,9 +39,9 @@ pub struct CudaHead {
     drafting: Vec<usize>,
     filtering: Vec<usize>,
     filters: Packer,
-    filter_memory: Memory,
+    filters_up: Upload<u32>,
     least_bucket: usize,
-    pools: Vec<u32>,
+    pools: Staging<u32>,
     masks: Masks,
     chooser: RowChooser,
 }
@@ -55,7 +57,7 @@ struct Waiting {
     of_slot: Vec<VecDeque<u32>>,
     /// Pairs of a row of the engine's and a row here.
     list: Vec<[u32; 2]>,
-    list_memory: Memory,
+    list_up: Upload<[u32; 2]>,
     /// By the format of features.
     gather: [Kernel; 3],
 }
@@ -70,17 +72,17 @@ struct Step {
     features: Vec<u32>,
     updates: Vec<abi::PageUpdate>,
     bytes: Vec<u8>,
-    memory: Memory,
+    up: Upload<u8>,
     max_requests: usize,
 }
 
 /// Masks of allowed tokens for the rows of a level.
 #[derive(Debug)]
 struct Masks {
-    rows: Vec<abi::Row>,
+    rows: Staging<abi::Row>,
     path: Vec<TokenId>,
     words: Vec<u32>,
-    memory: Memory,
+    up: Upload<u32>,
 }
 
 impl Backend for Cuda {
@@ -199,7 +201,6 @@ impl CudaHead {
         }
         let layer = Layer::new(cuda, checkpoint, embedding, limits)?;
         let max_requests = limits.max_requests;
-        let empty = || Memory::new(cuda, 0, 0);
         let max_rows = (max_requests * DraftTree::MAX_NODES).min(65_535);
         Ok(Self {
             graphs: HashMap::new(),
@@ -209,10 +210,15 @@ impl CudaHead {
             drafting: Vec::new(),
             filtering: Vec::new(),
             filters: Packer::default(),
-            filter_memory: empty()?,
+            filters_up: Upload::new(cuda, 0)?,
             least_bucket: 1,
-            pools: Vec::new(),
-            masks: Masks { rows: Vec::new(), path: Vec::new(), words: Vec::new(), memory: empty()? },
+            pools: Staging::new(cuda, 0)?,
+            masks: Masks {
+                rows: Staging::new(cuda, 0)?,
+                path: Vec::new(),
+                words: Vec::new(),
+                up: Upload::new(cuda, 0)?,
+            },
             chooser: RowChooser::new(cuda, ChooserConfig::new(max_rows, config.target.vocab), &Format::ALL)?,
             layer,
             cuda: cuda.clone(),
@@ -241,11 +247,10 @@ impl CudaHead {
             if num_kept == 0 {
                 return Ok(());
             }
-            waiting.list_memory.reserve(num_kept * 8)?;
-            waiting.list_memory.queue_write(&waiting.list)?;
+            waiting.list_up.queue(&waiting.list)?;
             let mut arguments = GatherFeatures {
                 features: features.address,
-                rows: waiting.list_memory.address,
+                rows: waiting.list_up.address(),
                 high: waiting.high.address,
                 low: waiting.low.address,
                 width: self.config.feature_width() as u32,
@@ -272,10 +277,10 @@ impl CudaHead {
         {
             self.graphs.clear();
         }
-        let before = (self.step.memory.address, self.filter_memory.address);
+        let before = (self.step.up.address(), self.filters_up.address());
         let mut places = self.step.upload(levels.map_or(0, |levels| levels.requests))?;
         places.filters = self.upload_filters(states)?;
-        if (self.step.memory.address, self.filter_memory.address) != before {
+        if (self.step.up.address(), self.filters_up.address()) != before {
             self.graphs.clear();
         }
         if !self.step.updates.is_empty() {
@@ -294,8 +299,12 @@ impl CudaHead {
                 None => self.run_graph(levels, places)?,
                 Some(masks) => self.run_masked(levels, places, masks)?,
             }
-            self.read_pools(levels)?;
-            for (pool, &slot) in self.pools.chunks_exact(levels.pool_words()).zip(&self.drafting) {
+            let num_words = levels.requests * levels.pool_words();
+            self.pools.reserve(num_words)?;
+            self.pools.queue_download(num_words, self.layer.pools())?;
+            // The one wait.
+            let pools = self.pools.elements()?.chunks_exact(levels.pool_words());
+            for (pool, &slot) in pools.zip(&self.drafting) {
                 fill_pool(pool, self.config.target.vocab, &mut states[slot])?;
             }
         }
@@ -413,10 +422,9 @@ impl CudaHead {
                 ChooseRow::new(&text.sampler, text.context(&[], None))
             });
             self.filters.pack(rows, vocab, &(0..vocab))?;
-            self.filter_memory.reserve(size_of_val(self.filters.words()))?;
-            self.filter_memory.queue_write(self.filters.words())?;
+            self.filters_up.queue(self.filters.words())?;
         }
-        Ok(self.filter_memory.address)
+        Ok(self.filters_up.address())
     }
 
     /// All levels, with no word from the host in between.
@@ -440,40 +448,31 @@ impl CudaHead {
         let mask_words = self.config.target.vocab.div_ceil(32);
         self.layer.start(levels, places)?;
         for level in 1..=levels.depth {
-            let Masks { rows, path, words, memory } = &mut self.masks;
-            let row_width = levels.row_width(level);
-            rows.clear();
+            let Masks { rows, path, words, up } = &mut self.masks;
+            let (num_rows, pool_words) = (levels.requests * levels.row_width(level), levels.pool_words());
+            rows.reserve(num_rows)?;
             if level == 1 {
-                rows.extend_from_slice(&self.step.rows);
-                rows.resize(levels.requests, abi::Row { request: NONE, ..abi::Row::default() });
+                rows.elements_mut()?[..num_rows].copy_from_slice(&self.step.rows);
             } else {
-                rows.resize(levels.requests * row_width, abi::Row::default());
-                self.layer.level_rows(level).queue_read(rows)?;
+                rows.queue_download(num_rows, self.layer.level_rows(level))?;
             }
-            self.pools.resize(levels.requests * levels.pool_words(), 0);
-            self.layer.pools().queue_read(&mut self.pools)?;
-            self.cuda.synchronize()?;
+            self.pools.reserve(levels.requests * pool_words)?;
+            self.pools.queue_download(levels.requests * pool_words, self.layer.pools())?;
+            let (rows, pools) = (&rows.elements()?[..num_rows], self.pools.elements()?);
             words.clear();
-            words.resize(rows.len() * mask_words, u32::MAX);
+            words.resize(num_rows * mask_words, u32::MAX);
             for (row, mask) in rows.iter().zip(words.chunks_exact_mut(mask_words)) {
                 let Some(&slot) = self.drafting.get(row.request as usize) else { continue };
-                let pool = &self.pools[row.request as usize * levels.pool_words()..][..levels.pool_words()];
+                let pool = &pools[row.request as usize * pool_words..][..pool_words];
                 path_of(pool, row.candidate, path);
                 if !masks(slot, path, mask) {
                     mask.fill(u32::MAX);
                 }
             }
-            memory.reserve(size_of_val(&words[..]))?;
-            memory.queue_write(words)?;
-            self.layer.level(levels, level, places, memory.address)?;
+            up.queue(words)?;
+            self.layer.level(levels, level, places, up.address())?;
         }
         Ok(())
-    }
-
-    fn read_pools(&mut self, levels: &Levels) -> Result<()> {
-        self.pools.resize(levels.requests * levels.pool_words(), 0);
-        self.layer.pools().queue_read(&mut self.pools)?;
-        self.cuda.synchronize()
     }
 }
 
@@ -527,7 +526,7 @@ impl Waiting {
             free: Vec::new(),
             of_slot: vec![VecDeque::new(); max_requests],
             list: Vec::new(),
-            list_memory: Memory::new(cuda, 0, 0)?,
+            list_up: Upload::new(cuda, 256)?,
             gather: [kernel(Format::Bf16)?, kernel(Format::F16)?, kernel(Format::F32)?],
         };
         // A chunk of a prompt, and what a few accepted drafts of each request leave.
@@ -575,7 +574,7 @@ impl Step {
             features: Vec::new(),
             updates: Vec::new(),
             bytes: Vec::new(),
-            memory: Memory::new(cuda, fixed + 64 * 1024, 0)?,
+            up: Upload::new(cuda, fixed + 64 * 1024)?,
             max_requests,
         })
     }
@@ -615,9 +614,8 @@ impl Step {
             self.bytes.resize(at, 0);
             self.bytes.extend_from_slice(part);
         }
-        self.memory.reserve(self.bytes.len())?;
-        self.memory.queue_write(&self.bytes)?;
-        let at = |offset: usize| self.memory.address + offset as u64;
+        self.up.queue(&self.bytes)?;
+        let at = |offset: usize| self.up.address() + offset as u64;
         Ok(StepPlaces {
             requests: at(0),
             rows: at(rows_at),

@@ -7,6 +7,7 @@ use bytemuck::{Pod, Zeroable};
 use super::context::{Cuda, Kernel};
 use super::launch;
 use super::memory::Memory;
+use super::staging::Upload;
 use crate::error::{Error, Result};
 use crate::kv::{CommitPlan, PageTable};
 
@@ -212,7 +213,7 @@ pub struct KvMover {
     chunks: Memory,
     planes: Memory,
     /// What `list` has made.
-    lists: Memory,
+    lists: Upload<u32>,
     list: MoveList,
 }
 
@@ -251,21 +252,18 @@ impl KvMover {
             columns.map(move |first_column| Chunk { plane: plane as u32, first_column })
         };
         let chunks: Vec<_> = packed.iter().enumerate().flat_map(chunks_of).collect();
-        let mut mover = Self {
+        Ok(Self {
             cuda: cuda.clone(),
             kernel: cuda.kernel("ev_kv_commit")?,
             page_size,
             num_pages,
             max_moves,
             num_chunks: chunks.len() as u32, // far below 2^31, by the rows' bytes
-            chunks: Memory::new(cuda, size_of_val(&chunks[..]), 0)?,
-            planes: Memory::new(cuda, size_of_val(&packed[..]), 0)?,
-            lists: Memory::new(cuda, MoveList::bytes(max_moves), 0)?,
+            chunks: cuda.upload(&chunks)?.into_memory(),
+            planes: cuda.upload(&packed)?.into_memory(),
+            lists: Upload::new(cuda, MoveList::bytes(max_moves) / 4)?,
             list: MoveList::with_capacity(max_moves),
-        };
-        mover.chunks.queue_write(&chunks)?;
-        mover.planes.queue_write(&packed)?;
-        Ok(mover)
+        })
     }
 
     /// Queues the moves of a step's plans, each with the table of its request, as it was for the step: with the pages
@@ -344,12 +342,12 @@ impl KvMover {
         if num_moves == 0 {
             return Ok(());
         }
-        self.lists.queue_write(self.list.words())?;
+        self.lists.queue(self.list.words())?;
         let mut arguments = Commit {
             planes: self.planes.address,
             chunks: self.chunks.address,
-            moves: self.lists.address,
-            starts: self.lists.address + (num_moves * size_of::<Move>()) as u64,
+            moves: self.lists.address(),
+            starts: self.lists.address() + (num_moves * size_of::<Move>()) as u64,
             num_chunks: self.num_chunks,
             reserved: 0,
         };

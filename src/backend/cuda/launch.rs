@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::mem::offset_of;
 
 use bytemuck::{Pod, Zeroable};
-use cudarc::driver::result;
+use cudarc::driver::{result, sys};
 
 use super::context::{Cuda, Kernel};
 use crate::comm::plan::{Algorithm, Shape};
@@ -219,12 +219,46 @@ pub(super) unsafe fn queue<A>(
 ) -> Result<()> {
     cuda.bind()?;
     let mut parameters = [std::ptr::from_mut(arguments).cast::<c_void>()];
-    // SAFETY: the function is of a module that `cuda` keeps; the rest is the caller's obligation.
-    let queued = unsafe {
-        let stream = cuda.stream();
-        result::launch_kernel(kernel.function, grid, (threads, 1, 1), shared_bytes, stream, &mut parameters)
+    if !cuda.launches_dependents() {
+        // SAFETY: the function is of a module that `cuda` keeps; the rest is the caller's obligation.
+        let queued = unsafe {
+            let stream = cuda.stream();
+            result::launch_kernel(
+                kernel.function,
+                grid,
+                (threads, 1, 1),
+                shared_bytes,
+                stream,
+                &mut parameters,
+            )
+        };
+        return cuda.check("cuLaunchKernel", queued);
+    }
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { pad: [0; 64] },
     };
-    cuda.check("cuLaunchKernel", queued)
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    let config = sys::CUlaunchConfig {
+        gridDimX: grid.0,
+        gridDimY: grid.1,
+        gridDimZ: grid.2,
+        blockDimX: threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shared_bytes,
+        hStream: cuda.stream(),
+        attrs: &mut attribute,
+        numAttrs: 1,
+    };
+    // SAFETY: as above; and the kernel waits for those before it, as all of `kernels/` do first: `Cuda::kernel` saw
+    // that its code is for an architecture that can.
+    let queued = unsafe {
+        let (function, parameters) = (kernel.function, parameters.as_mut_ptr());
+        sys::cuLaunchKernelEx(&config, function, parameters, std::ptr::null_mut()).result()
+    };
+    cuda.check("cuLaunchKernelEx", queued)
 }
 
 fn symbol<T: Element>(algorithm: Algorithm, world: usize) -> String {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 
-use super::context::{Cuda, StreamId};
+use super::context::{Cuda, Lent, StreamId};
 use crate::error::{Error, Result};
 
 /// Device memory, freed on drop.
@@ -21,12 +21,13 @@ pub(super) struct Memory {
 impl Memory {
     /// `bytes` bytes that all are `fill`. Returns when they are.
     pub(super) fn new(cuda: &Cuda, bytes: usize, fill: u8) -> Result<Self> {
-        cuda.bind()?;
         if bytes == 0 {
             return Ok(Self { cuda: cuda.clone(), address: 0, bytes });
         }
+        cuda.give_back_all();
+        cuda.bind()?;
         // SAFETY: filled below before anyone reads it.
-        let address = cuda.check("cuMemAlloc", unsafe { result::malloc_sync(bytes) })?;
+        let address = cuda.check_memory("cuMemAlloc", bytes, unsafe { result::malloc_sync(bytes) })?;
         let memory = Self { cuda: cuda.clone(), address, bytes };
         // SAFETY: the memory has `bytes` bytes, and any bytes are fine for its users.
         let filled = unsafe { result::memset_d8_async(address, fill, bytes, cuda.stream()) };
@@ -43,7 +44,8 @@ impl Memory {
     /// Makes it `bytes` bytes at least. What it held is lost if that takes other memory.
     pub(super) fn reserve(&mut self, bytes: usize) -> Result<()> {
         if bytes > self.bytes {
-            *self = Self::new(&self.cuda, bytes.next_power_of_two(), 0)?;
+            // Beyond half of the address space no device has so much.
+            *self = Self::new(&self.cuda, bytes.checked_next_power_of_two().unwrap_or(bytes), 0)?;
         }
         Ok(())
     }
@@ -61,15 +63,6 @@ impl Memory {
         Ok(grown)
     }
 
-    /// Queues a copy of `data` to its start; `data` is free when this returns.
-    pub(super) fn queue_write<T: Pod>(&mut self, data: &[T]) -> Result<()> {
-        self.expect_room(size_of_val(data))?;
-        self.cuda.bind()?;
-        // SAFETY: there is room for `data`. The driver has read pageable memory when it returns.
-        let copy = unsafe { result::memcpy_htod_async(self.address, data, self.cuda.stream()) };
-        self.cuda.check("cuMemcpyHtoDAsync", copy)
-    }
-
     /// Queues zeros for its first `bytes` bytes.
     pub(super) fn queue_zeros(&mut self, bytes: usize) -> Result<()> {
         self.expect_room(bytes)?;
@@ -79,16 +72,8 @@ impl Memory {
         self.cuda.check("cuMemsetD8Async", filled)
     }
 
-    /// Copies what is at its start after all that was queued.
-    pub(super) fn queue_read<T: Pod>(&self, data: &mut [T]) -> Result<()> {
-        self.expect_room(size_of_val(data))?;
-        self.cuda.bind()?;
-        // SAFETY: there are so many bytes. The driver has written pageable memory when it returns.
-        let copy = unsafe { result::memcpy_dtoh_async(data, self.address, self.cuda.stream()) };
-        self.cuda.check("cuMemcpyDtoHAsync", copy)
-    }
-
-    fn expect_room(&self, bytes: usize) -> Result<()> {
+    /// Misuse unless it has so many bytes.
+    pub(super) fn expect_room(&self, bytes: usize) -> Result<()> {
         if bytes <= self.bytes {
             return Ok(());
         }
@@ -98,9 +83,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.address != 0 && self.cuda.synchronize().is_ok() {
-            // SAFETY: allocated by `new`, freed once; the stream that used it is idle.
-            let _ = unsafe { result::free_sync(self.address) };
+        if self.address != 0 {
+            self.cuda.give_back(Lent::Memory(self.address));
         }
     }
 }
@@ -124,7 +108,8 @@ impl<const N: usize> HostWords<N> {
         cuda.bind()?;
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: zeroed below before anyone reads it.
-        let words = cuda.check("cuMemHostAlloc", unsafe { result::malloc_host(N * 8, flags) })?;
+        let words = unsafe { result::malloc_host(N * 8, flags) };
+        let words = cuda.check_memory("cuMemHostAlloc", N * 8, words)?;
         // SAFETY: the allocation has `N * 8` bytes, aligned to a page.
         unsafe { words.cast::<u64>().write_bytes(0, N) };
         let mut host = Self { cuda: cuda.clone(), words: words.cast(), address: 0 };
@@ -142,10 +127,7 @@ impl<const N: usize> HostWords<N> {
 
 impl<const N: usize> Drop for HostWords<N> {
     fn drop(&mut self) {
-        if self.cuda.synchronize().is_ok() {
-            // SAFETY: allocated by `new`, freed once; the stream whose kernels write it is idle.
-            let _ = unsafe { result::free_host(self.words.cast_mut().cast()) };
-        }
+        self.cuda.give_back(Lent::HostMemory(self.words.cast_mut().cast()));
     }
 }
 

@@ -9,8 +9,11 @@
 #![allow(unsafe_code)]
 
 mod choose;
+mod codes;
 mod context;
+mod event;
 mod gather;
+mod graph;
 mod group;
 mod head;
 mod kv;
@@ -18,6 +21,7 @@ mod launch;
 mod linear;
 mod memory;
 mod probe;
+mod staging;
 mod view;
 
 mod images {
@@ -30,9 +34,11 @@ mod images {
 }
 
 pub use choose::{ChooseRow, Chooser, ChooserConfig};
-pub use context::{Cuda, Graph};
+pub use context::Cuda;
+pub use event::Event;
 #[doc(hidden)]
 pub use gather::gather_features;
+pub use graph::Graph;
 pub use head::CudaHead;
 pub use kv::{KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove};
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};

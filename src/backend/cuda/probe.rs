@@ -1,10 +1,10 @@
 //! Is there a driver that this crate can use? cudarc panics when the library or a symbol is missing, so this is
-//! asked first, once, and nothing calls cudarc before.
-
-use std::sync::OnceLock;
+//! asked first, and nothing calls cudarc before.
 
 use cudarc::driver::sys;
+use once_cell::sync::OnceCell;
 
+use super::codes;
 use crate::error::{Error, Result};
 
 /// CUDA 12.8: the first with SM120.
@@ -21,6 +21,11 @@ const SYMBOLS: &[&str] = &[
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuFuncGetAttribute",
     "cuFuncLoad",
     "cuGraphDestroy",
     "cuGraphExecDestroy",
@@ -29,6 +34,7 @@ const SYMBOLS: &[&str] = &[
     "cuGraphUpload",
     "cuInit",
     "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAlloc_v2",
     "cuMemFreeHost",
     "cuMemFree_v2",
@@ -47,12 +53,13 @@ const SYMBOLS: &[&str] = &[
     "cuStreamDestroy_v2",
     "cuStreamEndCapture",
     "cuStreamSynchronize",
+    "cuStreamWaitEvent",
 ];
 
-/// The number of devices of a usable driver.
+/// The number of devices of a usable driver. A driver that was not usable is asked again the next time.
 pub(super) fn num_devices() -> Result<usize> {
-    static ANSWER: OnceLock<Result<usize>> = OnceLock::new();
-    ANSWER.get_or_init(probe).clone()
+    static ANSWER: OnceCell<usize> = OnceCell::new();
+    ANSWER.get_or_try_init(probe).copied()
 }
 
 fn probe() -> Result<usize> {
@@ -67,12 +74,20 @@ fn probe() -> Result<usize> {
     for symbol in SYMBOLS {
         // SAFETY: the symbol's address is looked up and not used.
         if unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_err() {
-            return Err(unusable("CUDA 12.8 or newer", format!("a driver without {symbol}")));
+            let seen = format!("a driver without {symbol}");
+            return Err(unusable("CUDA 12.8 or newer (a newer driver)", seen));
         }
     }
     let code = |call: &str, result: sys::CUresult| match result {
         sys::CUresult::CUDA_SUCCESS => Ok(()),
-        other => Err(unusable("a driver that starts", format!("{other:?} from {call}"))),
+        sys::CUresult::CUDA_ERROR_NO_DEVICE => {
+            let seen = format!("{} from {call}", codes::name(result));
+            Err(unusable("a CUDA device (CUDA_VISIBLE_DEVICES may hide it)", seen))
+        }
+        other => {
+            let seen = format!("{} from {call}", codes::name(other));
+            Err(unusable("a driver that starts (nvidia-smi tells more)", seen))
+        }
     };
     let (mut version, mut count) = (0, 0);
     // SAFETY: the library and these symbols are there; both pointers are valid for a write.
@@ -85,10 +100,10 @@ fn probe() -> Result<usize> {
     std::mem::forget(library);
     if version < MIN_VERSION {
         let seen = format!("{}.{}", version / 1000, version % 1000 / 10);
-        return Err(unusable("CUDA 12.8 or newer", seen));
+        return Err(unusable("CUDA 12.8 or newer (a newer driver)", seen));
     }
     match usize::try_from(count) {
         Ok(count) if count > 0 => Ok(count),
-        _ => Err(unusable("a CUDA device", "none".into())),
+        _ => Err(unusable("a CUDA device (CUDA_VISIBLE_DEVICES may hide it)", "none".into())),
     }
 }

@@ -6,8 +6,6 @@
 
 using namespace emulator;
 
-#define EMULATOR_API extern "C" __attribute__((visibility("default")))
-
 namespace {
 // Streams of launches that do not go through the driver, by device and number.
 std::map<std::pair<int, unsigned>, Stream*>& direct_streams() {
@@ -39,6 +37,8 @@ EMULATOR_API bool emulator_configure(const EmulatorConfig* c) {
   config.mutant = c->mutant;
   config.patience_ns = c->patience_ns;
   configure(config);
+  fake::forget_faults();
+  fake::abandon_captures();
   std::memcpy(fake::driver().compute_capability, c->compute_capability, sizeof c->compute_capability);
   return true;
 }

@@ -74,17 +74,21 @@ using namespace emulator;
 using namespace emulator::fake;
 
 CUDA_API cuInit(unsigned flags) {
+  DRIVER_CALL();
   auto held = lock();
   if (flags) return INVALID_VALUE;
   driver().is_initialized = true;
   return SUCCESS;
 }
 CUDA_API cuDriverGetVersion(int* version) {
+  DRIVER_CALL();
   if (!version) return INVALID_VALUE;
-  *version = 13000;
+  auto held = lock();
+  *version = driver().version;
   return SUCCESS;
 }
 CUDA_API cuDeviceGetCount(int* count) {
+  DRIVER_CALL();
   auto held = lock();
   if (!driver().is_initialized) return NOT_INITIALIZED;
   if (!count) return INVALID_VALUE;
@@ -92,6 +96,7 @@ CUDA_API cuDeviceGetCount(int* count) {
   return SUCCESS;
 }
 CUDA_API cuDeviceGet(int* device, int ordinal) {
+  DRIVER_CALL();
   auto held = lock();
   if (!driver().is_initialized) return NOT_INITIALIZED;
   if (!device) return INVALID_VALUE;
@@ -100,6 +105,7 @@ CUDA_API cuDeviceGet(int* device, int ordinal) {
   return SUCCESS;
 }
 CUDA_API cuDeviceGetName(char* name, int length, int device) {
+  DRIVER_CALL();
   auto held = lock();
   if (!name || length <= 0) return INVALID_VALUE;
   if (!is_device(device)) return INVALID_DEVICE;
@@ -107,6 +113,7 @@ CUDA_API cuDeviceGetName(char* name, int length, int device) {
   return SUCCESS;
 }
 CUDA_API cuDeviceGetAttribute(int* value, int which, int device) {
+  DRIVER_CALL();
   auto held = lock();
   if (!value) return INVALID_VALUE;
   if (!is_device(device)) return INVALID_DEVICE;
@@ -114,6 +121,7 @@ CUDA_API cuDeviceGetAttribute(int* value, int which, int device) {
   return SUCCESS;
 }
 CUDA_API cuDeviceGetUuid_v2(char* uuid, int device) {
+  DRIVER_CALL();
   auto held = lock();
   if (!uuid) return INVALID_VALUE;
   if (!is_device(device)) return INVALID_DEVICE;
@@ -121,6 +129,7 @@ CUDA_API cuDeviceGetUuid_v2(char* uuid, int device) {
   return SUCCESS;
 }
 CUDA_API cuDeviceTotalMem_v2(size_t* bytes, int device) {
+  DRIVER_CALL();
   auto held = lock();
   if (!bytes) return INVALID_VALUE;
   if (!is_device(device)) return INVALID_DEVICE;
@@ -128,6 +137,7 @@ CUDA_API cuDeviceTotalMem_v2(size_t* bytes, int device) {
   return SUCCESS;
 }
 CUDA_API cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  DRIVER_CALL();
   auto held = lock();
   if (!can) return INVALID_VALUE;
   if (!is_device(device) || !is_device(peer)) return INVALID_DEVICE;
@@ -135,6 +145,7 @@ CUDA_API cuDeviceCanAccessPeer(int* can, int device, int peer) {
   return SUCCESS;
 }
 CUDA_API cuDeviceGetP2PAttribute(int* value, int which, int device, int peer) {
+  DRIVER_CALL();
   auto held = lock();
   constexpr int PERFORMANCE_RANK = 1, LAST = 4;
   if (!value || which < 1 || which > LAST) return INVALID_VALUE;
@@ -144,6 +155,7 @@ CUDA_API cuDeviceGetP2PAttribute(int* value, int which, int device, int peer) {
 }
 
 CUDA_API cuDevicePrimaryCtxRetain(ContextHandle** context, int device) {
+  DRIVER_CALL();
   auto held = lock();
   if (!driver().is_initialized) return NOT_INITIALIZED;
   if (!context) return INVALID_VALUE;
@@ -154,6 +166,7 @@ CUDA_API cuDevicePrimaryCtxRetain(ContextHandle** context, int device) {
   return SUCCESS;
 }
 CUDA_API cuDevicePrimaryCtxRelease_v2(int device) {
+  DRIVER_CALL_GIVING_BACK(cuDevicePrimaryCtxRelease_v2(device));
   auto held = lock();
   if (device < 0 || device >= MAX_DEVICES) return INVALID_DEVICE;
   ContextHandle& context = driver().contexts[device];
@@ -164,27 +177,32 @@ CUDA_API cuDevicePrimaryCtxRelease_v2(int device) {
   return SUCCESS;
 }
 CUDA_API cuCtxSetCurrent(ContextHandle* context) {
+  DRIVER_CALL();
   current_context = context;
   return SUCCESS;
 }
 CUDA_API cuCtxGetCurrent(ContextHandle** context) {
+  DRIVER_CALL();
   if (!context) return INVALID_VALUE;
   *context = current_context;
   return SUCCESS;
 }
 CUDA_API cuCtxGetDevice(int* device) {
+  DRIVER_CALL();
   if (!device) return INVALID_VALUE;
   if (!current_context) return INVALID_CONTEXT;
   *device = current_context->device;
   return SUCCESS;
 }
 CUDA_API cuCtxSynchronize() {
+  DRIVER_CALL();
   auto held = lock();
   if (!current_context) return INVALID_CONTEXT;
   if (driver().num_capturing) return STREAM_CAPTURE_UNSUPPORTED;
   return wait_for_device(held, current_context->device);
 }
 CUDA_API cuCtxEnablePeerAccess(ContextHandle* peer, unsigned flags) {
+  DRIVER_CALL();
   auto held = lock();
   if (!current_context || !peer) return INVALID_CONTEXT;
   if (flags) return INVALID_VALUE;
@@ -195,6 +213,7 @@ CUDA_API cuCtxEnablePeerAccess(ContextHandle* peer, unsigned flags) {
   return SUCCESS;
 }
 CUDA_API cuCtxDisablePeerAccess(ContextHandle* peer) {
+  DRIVER_CALL();
   auto held = lock();
   if (!current_context || !peer) return INVALID_CONTEXT;
   uint64_t& enabled = machine().peers_enabled[current_context->device];
@@ -204,6 +223,7 @@ CUDA_API cuCtxDisablePeerAccess(ContextHandle* peer) {
 }
 
 CUDA_API cuGetErrorName(int error, const char** name) {
+  DRIVER_CALL();
   static const std::map<int, const char*> NAMES = {
       {SUCCESS, "CUDA_SUCCESS"},
       {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
@@ -223,6 +243,13 @@ CUDA_API cuGetErrorName(int error, const char** name) {
       {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED"},
       {COOPERATIVE_LAUNCH_TOO_LARGE, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"},
       {STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
+      {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+      {STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
+      {STREAM_CAPTURE_MERGE, "CUDA_ERROR_STREAM_CAPTURE_MERGE"},
+      {STREAM_CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"},
+      {STREAM_CAPTURE_UNJOINED, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED"},
+      {STREAM_CAPTURE_IMPLICIT, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"},
+      {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT"},
       {STREAM_CAPTURE_ISOLATION, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"},
   };
   if (!name) return INVALID_VALUE;
@@ -230,4 +257,7 @@ CUDA_API cuGetErrorName(int error, const char** name) {
   *name = found == NAMES.end() ? "CUDA_ERROR_UNKNOWN" : found->second;
   return found == NAMES.end() ? INVALID_VALUE : SUCCESS;
 }
-CUDA_API cuGetErrorString(int error, const char** text) { return cuGetErrorName(error, text); }
+CUDA_API cuGetErrorString(int error, const char** text) {
+  DRIVER_CALL();
+  return cuGetErrorName(error, text);
+}

@@ -17,7 +17,7 @@ int blocks_per_multiprocessor(int num_threads, size_t shared_bytes) {
 }
 
 int launch(FunctionHandle* f, Idx3 grid, Idx3 block, size_t shared_bytes, void* stream, void** args,
-           void** extra, bool is_cooperative) {
+           void** extra, bool is_cooperative, bool is_dependent) {
   if (int error = failure_code()) return error;
   if (!f) return INVALID_HANDLE;
   StreamHandle* s = find_stream(stream);
@@ -38,7 +38,11 @@ int launch(FunctionHandle* f, Idx3 grid, Idx3 block, size_t shared_bytes, void* 
     unsigned limit = machine().config.max_resident_blocks;
     if (num_blocks > room || (limit && num_blocks > limit)) return COOPERATIVE_LAUNCH_TOO_LARGE;
   }
+  constexpr int FIRST_WITH_DEPENDENTS = 9;
+  if (is_dependent && driver().compute_capability[0] < FIRST_WITH_DEPENDENTS) return NOT_SUPPORTED;
   if (!s->capture) {
+    driver().counts.launches++;
+    driver().counts.dependent_launches += is_dependent;
     enqueue_grid(*s->stream, make_grid(*s->stream, *kernel, grid, block, shared_bytes, args));
     return SUCCESS;
   }
@@ -51,6 +55,8 @@ int launch(FunctionHandle* f, Idx3 grid, Idx3 block, size_t shared_bytes, void* 
   submit(*s, [=, name = f->name](Stream& target) {
     std::vector<void*> pointers;
     for (auto& value : values) pointers.push_back(const_cast<uint8_t*>(value.data()));
+    driver().counts.graph_kernels++;
+    driver().counts.dependent_launches += is_dependent;
     const Kernel& replayed = *find_kernel(name.c_str());
     enqueue_grid(target, make_grid(target, replayed, grid, block, shared_bytes, pointers.data()));
   });
@@ -63,7 +69,7 @@ struct LaunchAttribute {
   char padding[4];
   union {
     char bytes[64];
-    int cooperative;
+    int cooperative, programmatic_stream_serialization;
   } value;
 };
 struct LaunchConfig {
@@ -72,7 +78,7 @@ struct LaunchConfig {
   LaunchAttribute* attributes;
   unsigned num_attributes;
 };
-constexpr int ATTRIBUTE_COOPERATIVE = 2;
+constexpr int ATTRIBUTE_COOPERATIVE = 2, ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
 
 enum FunctionAttribute {
   MAX_THREADS = 0,
@@ -85,6 +91,7 @@ enum FunctionAttribute {
 }  // namespace
 
 CUDA_API cuModuleLoadData(ModuleHandle** module, const void* image) {
+  DRIVER_CALL();
   auto held = lock();
   if (!current_context) return INVALID_CONTEXT;
   if (!module || !image) return INVALID_VALUE;
@@ -102,12 +109,14 @@ CUDA_API cuModuleLoadData(ModuleHandle** module, const void* image) {
   return SUCCESS;
 }
 CUDA_API cuModuleUnload(ModuleHandle* module) {
+  DRIVER_CALL_GIVING_BACK(cuModuleUnload(module));
   auto held = lock();
   if (!driver().modules.erase(module)) return INVALID_HANDLE;
   delete module;
   return SUCCESS;
 }
 CUDA_API cuModuleGetFunction(FunctionHandle** function, ModuleHandle* module, const char* name) {
+  DRIVER_CALL();
   auto held = lock();
   if (!function || !name) return INVALID_VALUE;
   if (!driver().modules.count(module)) return INVALID_HANDLE;
@@ -117,8 +126,12 @@ CUDA_API cuModuleGetFunction(FunctionHandle** function, ModuleHandle* module, co
   *function = &f;
   return SUCCESS;
 }
-CUDA_API cuFuncLoad(FunctionHandle* function) { return function ? SUCCESS : INVALID_HANDLE; }
+CUDA_API cuFuncLoad(FunctionHandle* function) {
+  DRIVER_CALL();
+  return function ? SUCCESS : INVALID_HANDLE;
+}
 CUDA_API cuFuncGetAttribute(int* value, int which, FunctionHandle* function) {
+  DRIVER_CALL();
   auto held = lock();
   if (!value) return INVALID_VALUE;
   if (!function) return INVALID_HANDLE;
@@ -135,6 +148,7 @@ CUDA_API cuFuncGetAttribute(int* value, int which, FunctionHandle* function) {
   return SUCCESS;
 }
 CUDA_API cuFuncSetAttribute(FunctionHandle* function, int which, int value) {
+  DRIVER_CALL();
   auto held = lock();
   if (!function) return INVALID_HANDLE;
   if (which != MAX_DYNAMIC_SHARED) return SUCCESS;
@@ -144,6 +158,7 @@ CUDA_API cuFuncSetAttribute(FunctionHandle* function, int which, int value) {
 }
 CUDA_API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, FunctionHandle* function, int block_size,
                                                      size_t shared_bytes) {
+  DRIVER_CALL();
   auto held = lock();
   if (!blocks || block_size <= 0) return INVALID_VALUE;
   if (!function) return INVALID_HANDLE;
@@ -154,38 +169,46 @@ CUDA_API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, FunctionHandle
 CUDA_API cuLaunchKernel(FunctionHandle* f, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                         unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                         void* stream, void** args, void** extra) {
+  DRIVER_CALL();
   auto held = lock();
   return launch(f, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, stream, args, extra,
-                false);
+                false, false);
 }
 CUDA_API cuLaunchCooperativeKernel(FunctionHandle* f, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                    unsigned block_x, unsigned block_y, unsigned block_z,
                                    unsigned shared_bytes, void* stream, void** args) {
+  DRIVER_CALL();
   auto held = lock();
   return launch(f, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, stream, args, nullptr,
-                true);
+                true, false);
 }
 CUDA_API cuLaunchKernelEx(const LaunchConfig* config, FunctionHandle* f, void** args, void** extra) {
+  DRIVER_CALL();
   auto held = lock();
   if (!config) return INVALID_VALUE;
-  bool is_cooperative = false;
+  bool is_cooperative = false, is_dependent = false;
   for (unsigned i = 0; i < config->num_attributes; i++) {
     const LaunchAttribute& a = config->attributes[i];
     is_cooperative |= a.id == ATTRIBUTE_COOPERATIVE && a.value.cooperative;
+    is_dependent |= a.id == ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+                    a.value.programmatic_stream_serialization;
   }
   return launch(f, {config->grid_x, config->grid_y, config->grid_z},
                 {config->block_x, config->block_y, config->block_z}, config->shared_bytes, config->stream,
-                args, extra, is_cooperative);
+                args, extra, is_cooperative, is_dependent);
 }
 
 CUDA_API cuStreamBeginCapture_v2(void* stream, int mode) {
+  DRIVER_CALL();
   auto held = lock();
   StreamHandle* s = find_stream(stream);
   if (!s) return current_context ? INVALID_HANDLE : INVALID_CONTEXT;
   bool is_default = driver().streams.count(s) == 0;
   if (is_default || s->capture) return STREAM_CAPTURE_UNSUPPORTED;
-  s->capture = new GraphHandle{s->stream->device, {}};
+  s->capture = new GraphHandle{s->stream->device, {}, s, ++driver().num_captures};
   s->is_capture_broken = false;
+  s->num_captured = 0;
+  s->follows.clear();
   driver().num_capturing++;
   constexpr int RELAXED = 2;
   s->is_capture_relaxed = mode == RELAXED;
@@ -193,21 +216,33 @@ CUDA_API cuStreamBeginCapture_v2(void* stream, int mode) {
   return SUCCESS;
 }
 CUDA_API cuStreamEndCapture(void* stream, GraphHandle** graph) {
+  DRIVER_CALL();
   auto held = lock();
   StreamHandle* s = find_stream(stream);
   if (!s || !s->capture) return INVALID_VALUE;
   if (!graph) return INVALID_VALUE;
+  if (s != s->capture->origin) return STREAM_CAPTURE_UNMATCHED;
   driver().num_capturing--;
   if (!s->is_capture_relaxed) num_captures_of_thread--;
+  int result = SUCCESS;
+  for (StreamHandle* stream : driver().streams) {
+    if (stream->capture != s->capture) continue;
+    if (s->follows[stream] < stream->num_captured) result = STREAM_CAPTURE_UNJOINED;
+    s->is_capture_broken |= stream->is_capture_broken;
+  }
+  if (s->is_capture_broken) result = STREAM_CAPTURE_INVALIDATED;
   *graph = s->capture;
-  s->capture = nullptr;
-  if (!s->is_capture_broken) return SUCCESS;
-  constexpr int CAPTURE_INVALIDATED = 901;
-  delete *graph;
-  *graph = nullptr;
-  return CAPTURE_INVALIDATED;
+  leave_capture(*graph);
+  if (result) {
+    delete *graph;
+    *graph = nullptr;
+  } else {
+    driver().num_graphs++;
+  }
+  return result;
 }
 CUDA_API cuStreamIsCapturing(void* stream, int* status) {
+  DRIVER_CALL();
   auto held = lock();
   StreamHandle* s = find_stream(stream);
   if (!s) return current_context ? INVALID_HANDLE : INVALID_CONTEXT;
@@ -216,35 +251,47 @@ CUDA_API cuStreamIsCapturing(void* stream, int* status) {
   return SUCCESS;
 }
 CUDA_API cuThreadExchangeStreamCaptureMode(int* mode) {
+  DRIVER_CALL();
   if (!mode) return INVALID_VALUE;
   std::swap(*mode, capture_mode);
   return SUCCESS;
 }
 
 CUDA_API cuGraphInstantiateWithFlags(GraphHandle** executable, GraphHandle* graph, unsigned long long) {
+  DRIVER_CALL();
   auto held = lock();
   if (!executable || !graph) return INVALID_VALUE;
   *executable = new GraphHandle(*graph);
+  driver().num_graphs++;
   return SUCCESS;
 }
-CUDA_API cuGraphUpload(GraphHandle* executable, void*) { return executable ? SUCCESS : INVALID_VALUE; }
+CUDA_API cuGraphUpload(GraphHandle* executable, void*) {
+  DRIVER_CALL();
+  return executable ? SUCCESS : INVALID_VALUE;
+}
 CUDA_API cuGraphLaunch(GraphHandle* executable, void* stream) {
+  DRIVER_CALL();
   auto held = lock();
   if (int error = failure_code()) return error;
   StreamHandle* s = find_stream(stream);
   if (!s) return current_context ? INVALID_HANDLE : INVALID_CONTEXT;
   if (!executable || executable->device != s->stream->device) return INVALID_VALUE;
   if (s->capture) return STREAM_CAPTURE_UNSUPPORTED;
+  driver().counts.graph_launches++;
   for (const GraphNode& node : executable->nodes) node.enqueue(*s->stream);
   return SUCCESS;
 }
 CUDA_API cuGraphExecDestroy(GraphHandle* executable) {
+  DRIVER_CALL_GIVING_BACK(cuGraphExecDestroy(executable));
   auto held = lock();
+  driver().num_graphs -= executable != nullptr;
   delete executable;
   return SUCCESS;
 }
 CUDA_API cuGraphDestroy(GraphHandle* graph) {
+  DRIVER_CALL_GIVING_BACK(cuGraphDestroy(graph));
   auto held = lock();
+  driver().num_graphs -= graph != nullptr;
   delete graph;
   return SUCCESS;
 }

@@ -18,6 +18,7 @@ StreamHandle* find_stream(void* handle) {
 
 static Result wait(Lock& held, const std::function<bool()>& is_done) {
   if (Result error = failure_code()) return error;
+  driver().counts.host_syncs++;
   wait_for(held, is_done);
   return failure_code();
 }
@@ -39,9 +40,26 @@ Result wait_for_device(Lock& held, int device) {
 void submit(StreamHandle& stream, std::function<void(Stream&)> enqueue_on) {
   if (stream.capture) {
     stream.capture->nodes.push_back({std::move(enqueue_on)});
+    stream.follows[&stream] = ++stream.num_captured;
   } else {
     enqueue_on(*stream.stream);
   }
+}
+
+void leave_capture(GraphHandle* graph) {
+  for (StreamHandle* stream : driver().streams) {
+    if (stream->capture == graph) stream->capture = nullptr;
+  }
+}
+
+void abandon_captures() {
+  for (StreamHandle* stream : driver().streams) {
+    if (!stream->capture) continue;
+    GraphHandle* graph = stream->capture;
+    leave_capture(graph);
+    delete graph;
+  }
+  driver().num_capturing = num_captures_of_thread = 0;
 }
 
 }  // namespace emulator::fake
@@ -56,9 +74,18 @@ Result query(const std::function<bool()>& is_done) {
   if (Result error = failure_code()) return error;
   return done ? SUCCESS : NOT_READY;
 }
+
+// Null if that capture has ended.
+GraphHandle* find_capture(uint64_t number) {
+  for (StreamHandle* stream : driver().streams) {
+    if (stream->capture && stream->capture->capture_number == number) return stream->capture;
+  }
+  return nullptr;
+}
 }  // namespace
 
 CUDA_API cuStreamCreate(StreamHandle** stream, unsigned flags) {
+  DRIVER_CALL();
   auto held = lock();
   if (!current_context) return INVALID_CONTEXT;
   if (!stream || flags > 1) return INVALID_VALUE;
@@ -70,17 +97,24 @@ CUDA_API cuStreamCreateWithPriority(StreamHandle** stream, unsigned flags, int) 
   return cuStreamCreate(stream, flags);
 }
 CUDA_API cuStreamDestroy_v2(StreamHandle* stream) {
+  DRIVER_CALL_GIVING_BACK(cuStreamDestroy_v2(stream));
   auto held = lock();
   if (!driver().streams.erase(stream)) return INVALID_HANDLE;
-  if (stream->capture) {
-    delete stream->capture;
-    driver().num_capturing--;
+  if (GraphHandle* graph = stream->capture) {
+    graph->origin->is_capture_broken = true;
+    if (stream == graph->origin) {
+      leave_capture(graph);
+      delete graph;
+      driver().num_capturing--;
+      if (!stream->is_capture_relaxed) num_captures_of_thread--;
+    }
   }
   destroy_stream(*stream->stream);
   delete stream;
   return SUCCESS;
 }
 CUDA_API cuStreamSynchronize(void* stream) {
+  DRIVER_CALL();
   auto held = lock();
   StreamHandle* s = find_stream(stream);
   if (!s) return current_context ? INVALID_HANDLE : INVALID_CONTEXT;
@@ -91,6 +125,7 @@ CUDA_API cuStreamSynchronize(void* stream) {
   return wait_for_stream(held, *s);
 }
 CUDA_API cuStreamQuery(void* stream) {
+  DRIVER_CALL();
   auto held = lock();
   StreamHandle* s = find_stream(stream);
   if (!s) return current_context ? INVALID_HANDLE : INVALID_CONTEXT;
@@ -101,57 +136,80 @@ CUDA_API cuStreamQuery(void* stream) {
   return query([s] { return s->stream->queue.empty(); });
 }
 CUDA_API cuStreamWaitEvent(void* stream, EventHandle* event, unsigned) {
+  DRIVER_CALL();
   auto held = lock();
   if (int error = failure_code()) return error;
   StreamHandle* s = find_stream(stream);
   if (!s || !event) return INVALID_HANDLE;
-  // Only a straight line of work can be captured: no fork to another stream and back.
-  if (s->capture != event->captured_in) return STREAM_CAPTURE_ISOLATION;
-  if (s->capture || !event->event->issued) return SUCCESS;
+  if (event->capture_number) {
+    GraphHandle* graph = find_capture(event->capture_number);
+    if (!graph) return CAPTURED_EVENT;
+    if (!s->capture) {  // the stream joins the capture
+      if (!driver().streams.count(s)) return STREAM_CAPTURE_IMPLICIT;
+      s->capture = graph;
+      s->is_capture_broken = false;
+      s->num_captured = 0;
+      s->follows.clear();
+    }
+    if (s->capture != graph) return STREAM_CAPTURE_MERGE;
+    for (auto& [stream, work] : event->follows) s->follows[stream] = std::max(s->follows[stream], work);
+    return SUCCESS;
+  }
+  if (s->capture) return STREAM_CAPTURE_ISOLATION;
+  if (!event->event->issued) return SUCCESS;
   enqueue(*s->stream, {Operation::WAIT, {}, {}, event->event, event->event->issued});
   return SUCCESS;
 }
 
 CUDA_API cuEventCreate(EventHandle** event, unsigned flags) {
+  DRIVER_CALL();
   auto held = lock();
   constexpr unsigned DISABLE_TIMING = 2;
   if (!current_context) return INVALID_CONTEXT;
   if (!event) return INVALID_VALUE;
   *event = new EventHandle;
   (*event)->has_timing = !(flags & DISABLE_TIMING);
+  driver().num_events++;
   return SUCCESS;
 }
 CUDA_API cuEventDestroy_v2(EventHandle* event) {
+  DRIVER_CALL_GIVING_BACK(cuEventDestroy_v2(event));
   auto held = lock();
   if (!event) return INVALID_HANDLE;
   delete event;
+  driver().num_events--;
   return SUCCESS;
 }
 CUDA_API cuEventRecord(EventHandle* event, void* stream) {
+  DRIVER_CALL();
   auto held = lock();
   if (int error = failure_code()) return error;
   StreamHandle* s = find_stream(stream);
   if (!s || !event) return INVALID_HANDLE;
-  event->captured_in = s->capture;
+  event->capture_number = s->capture ? s->capture->capture_number : 0;
+  event->follows = s->follows;
   if (s->capture) return SUCCESS;
   enqueue(*s->stream, {Operation::RECORD, {}, {}, event->event, ++event->event->issued});
   return SUCCESS;
 }
 CUDA_API cuEventSynchronize(EventHandle* event) {
+  DRIVER_CALL();
   auto held = lock();
   if (!event) return INVALID_HANDLE;
-  if (event->captured_in) return STREAM_CAPTURE_UNSUPPORTED;
+  if (event->capture_number) return CAPTURED_EVENT;
   auto e = event->event;
   uint64_t wanted = e->issued;
   return wait(held, [e, wanted] { return e->done >= wanted; });
 }
 CUDA_API cuEventQuery(EventHandle* event) {
+  DRIVER_CALL();
   auto held = lock();
   if (!event) return INVALID_HANDLE;
-  if (event->captured_in) return STREAM_CAPTURE_UNSUPPORTED;
+  if (event->capture_number) return CAPTURED_EVENT;
   return query([event] { return event->event->done >= event->event->issued; });
 }
 CUDA_API cuEventElapsedTime_v2(float* milliseconds, EventHandle* begin, EventHandle* end) {
+  DRIVER_CALL();
   auto held = lock();
   if (!milliseconds) return INVALID_VALUE;
   for (EventHandle* e : {begin, end}) {

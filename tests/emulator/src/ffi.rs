@@ -1,6 +1,7 @@
 //! The emulator's C interface. It is taken from the fake driver's shared object, and not linked a second
 //! time, so that it works on the same machine as the driver's functions.
 
+use crate::faults::DriverCounts;
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
     mem,
@@ -90,6 +91,12 @@ interface! {
         *const c_char, c_int, c_uint, c_uint, c_uint, usize, *const c_void, usize
     ) -> bool;
     synchronize = c"emulator_synchronize": fn() -> bool;
+    fail = c"emulator_fail": fn(*const c_char, u64, c_int, bool);
+    failed_call = c"emulator_failed_call": fn() -> *const c_char;
+    call = c"emulator_call": fn(usize) -> *const c_char;
+    set_memory_limit = c"emulator_set_memory_limit": fn(c_int, usize);
+    set_driver_version = c"emulator_set_driver_version": fn(c_int);
+    driver_counts = c"emulator_driver_counts": fn(*mut DriverCounts);
 }
 
 unsafe extern "C" {

@@ -13,11 +13,13 @@
 //!   textures. Kernels keep away from them, or the emulator learns them first.
 //! * Races between a stream's copies or fills and a kernel that runs; and with work that had ended, unsynchronised,
 //!   before everything was idle.
-//! * The null stream's implicit synchronisation, captures that spread over several streams, the time that
-//!   `__nanosleep` takes.
+//! * The null stream's implicit synchronisation, the time that `__nanosleep` takes. What a graph leaves unordered,
+//!   since it was captured on several streams, runs in the order of its capture.
+//! * The overlap that programmatic dependent launches allow: kernels of a stream run one after the other.
 //! * All that is not in the source: ptxas, occupancy, caches, bandwidth, latency; approximate instructions
 //!   (`rsqrtf`, `__expf`) have the host's bits.
 
+mod faults;
 mod ffi;
 include!("../mutants.rs");
 
@@ -119,6 +121,9 @@ pub fn configure(config: &Config) {
     );
 }
 
+pub use faults::{
+    DriverCounts, calls, fail, fail_for_good, failed_call, set_driver_version, set_memory_limit,
+};
 pub use ffi::Stats;
 
 /// What a run has come to.
@@ -138,6 +143,8 @@ pub struct Report {
     pub num_streams: u64,
     /// Modules that are loaded.
     pub num_modules: u64,
+    /// What the fake driver did since the machine was configured, and what else it has lent.
+    pub driver: DriverCounts,
 }
 
 impl Report {
@@ -168,6 +175,7 @@ pub fn report() -> Report {
             num_host_allocations: raw.host_allocations,
             num_streams: raw.streams,
             num_modules: raw.modules,
+            driver: faults::counts(),
         }
     }
 }

@@ -92,6 +92,14 @@ bool Memory::free(void* p) {
   return true;
 }
 
+size_t Memory::live_bytes(int device, Space space) const {
+  size_t bytes = 0;
+  for (const Allocation& a : allocations_) {
+    if (a.is_live && a.device == device && a.space == space) bytes += a.bytes;
+  }
+  return bytes;
+}
+
 void Memory::flush_quarantine() {
   for (int32_t id : quarantine_) recycle(allocations_[size_t(id)]);
   quarantine_.clear();

@@ -55,6 +55,7 @@ class Memory {
   // Freed device memory is not reused until then, so that a use after free is noticed.
   void flush_quarantine();
   size_t num_live(Space space) const { return num_live_[size_t(space)]; }
+  size_t live_bytes(int device, Space space) const;
 
   void mark_written(const void* p, size_t bytes);
   void copy_written(const void* to, const void* from, size_t bytes);

@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use cuda_emulator::{Config, IMAGE, configure, exclusive, install, report};
+use cuda_emulator::{
+    Config, DriverCounts, IMAGE, calls, configure, exclusive, fail, fail_for_good, failed_call, install,
+    report, set_driver_version, set_memory_limit,
+};
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, result, sys};
 
 /// The argument of `kernels/checks.cu`.
@@ -329,4 +332,197 @@ fn dropping_everything_leaves_nothing() {
         (after.num_allocations, after.num_streams, after.num_modules),
         (before.num_allocations, before.num_streams, before.num_modules)
     );
+}
+
+#[test]
+fn a_capture_may_spread_over_streams_that_lead_back() {
+    let _machine = emulator(&Config::checked(2));
+    let mut device = Device::new(0).expect("a device");
+    device.stream.synchronize().expect("its buffers are filled");
+    let argument = device.argument(PUBLISH);
+    let (origin, branch) = (device.stream.clone(), device.context.new_stream().expect("a stream"));
+    let other = device.context.new_stream().expect("a stream");
+    let begin = |stream: &CudaStream| {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        stream.begin_capture(mode).expect("begun");
+    };
+    // SAFETY: the stream is alive, and no graph is used after it was destroyed.
+    let end = |stream: &CudaStream| unsafe {
+        let graph = result::stream::end_capture(stream.cu_stream());
+        code(graph.and_then(|graph| result::graph::destroy(graph)))
+    };
+    let event = |stream: &CudaStream| {
+        let event = device.context.new_event(None).expect("an event");
+        event.record(stream).expect("recorded");
+        event
+    };
+    let launch = |stream: &CudaStream| device.launch_on(stream, &argument, 1).expect("captured");
+
+    begin(&origin);
+    branch.wait(&event(&origin)).expect("the branch joins");
+    assert_eq!(end(&branch), 903, "the capture began elsewhere");
+    launch(&branch);
+    // By way of a third stream.
+    other.wait(&event(&branch)).expect("joins");
+    origin.wait(&event(&other)).expect("leads back");
+    assert_eq!(end(&origin), 0);
+
+    begin(&origin);
+    branch.wait(&event(&origin)).expect("the branch joins");
+    let early = event(&branch);
+    launch(&branch);
+    origin.wait(&early).expect("waits for less than all");
+    assert_eq!(end(&origin), 904, "not joined");
+
+    begin(&origin);
+    begin(&branch);
+    assert_eq!(code(branch.wait(&event(&origin))), 902, "two captures");
+    assert_eq!(code(branch.wait(&event(&other))), 905, "an event from outside");
+    assert_eq!(code(event(&origin).synchronize()), 907, "no time has come for it");
+    let stale = event(&origin);
+    assert_eq!((end(&origin), end(&branch)), (0, 0));
+    assert_eq!(code(other.wait(&stale)), 907, "its capture has ended");
+    assert_eq!(report().driver.num_graphs, 0);
+}
+
+#[test]
+fn calls_fail_when_asked_to() {
+    let _machine = emulator(&Config::fast());
+    let mut device = Device::new(0).expect("a device");
+    device.stream.synchronize().expect("its buffers are filled");
+    fail(Some("cuLaunchKernel"), 2, 304);
+    device.launch(READ).expect("the first");
+    assert_eq!((code(device.launch(READ)), failed_call().as_deref()), (304, Some("cuLaunchKernel")));
+    device.launch(READ).expect("the third");
+    // Any call: binding the context comes before the launch.
+    fail(None, 2, 304);
+    assert_eq!((code(device.launch(READ)), failed_call().as_deref()), (304, Some("cuLaunchKernel")));
+
+    // What is given back is, all the same.
+    device.stream.synchronize().expect("all has run");
+    let before = report();
+    // SAFETY: nothing is read from the memory, which is freed once.
+    unsafe {
+        let memory = result::malloc_sync(16).expect("memory");
+        fail(Some("cuMemFree_v2"), 1, 304);
+        assert_eq!(code(result::free_sync(memory)), 304);
+    }
+    assert_eq!(report().num_allocations, before.num_allocations);
+    assert!(
+        calls().contains(&"cuLaunchKernel".to_owned()) && !calls().contains(&"cuLaunchKernelEx".to_owned())
+    );
+
+    fail_for_good(Some("cuStreamSynchronize"), 1, 700);
+    device.launch(READ).expect("not yet");
+    // SAFETY: the stream is alive.
+    let synchronize = || unsafe { code(result::stream::synchronize(device.stream.cu_stream())) };
+    assert_eq!((synchronize(), synchronize()), (700, 700));
+    assert_eq!(CudaContext::device_count().expect("needs no context"), 8);
+    let argument = Check { ..device.argument(READ) };
+    assert_eq!(code(device.launch_on(&device.stream, &argument, 1)), 700);
+    fail(None, 0, 0);
+    device.stream.synchronize().expect("another life");
+}
+
+#[test]
+fn memory_and_versions_are_as_asked() {
+    let _machine = emulator(&Config::fast());
+    let device = Device::new(6).expect("a device");
+    let used = 4 * (4 + 4 + 256);
+    set_memory_limit(6, used + 100);
+    // SAFETY: nothing is read from the memory, which is freed.
+    unsafe {
+        device.context.bind_to_thread().expect("the context is alive");
+        assert_eq!(code(result::malloc_sync(101)), 2);
+        result::free_sync(result::malloc_sync(100).expect("as much as there is")).expect("freed");
+        configure(&Config::fast());
+        result::free_sync(result::malloc_sync(101).expect("no limit")).expect("freed");
+    }
+    let version = || {
+        let mut version = 0;
+        // SAFETY: the pointer is valid.
+        unsafe { sys::cuDriverGetVersion(&mut version) }.result().expect("a version");
+        version
+    };
+    set_driver_version((12, 4));
+    assert_eq!(version(), 12040);
+    configure(&Config::fast());
+    assert_eq!(version(), 13000);
+}
+
+#[test]
+fn the_driver_s_work_is_counted() {
+    let _machine = emulator(&Config::fast());
+    let mut device = Device::new(0).expect("a device");
+    device.stream.synchronize().expect("its buffers are filled");
+    let counted = |work: &mut dyn FnMut()| {
+        let before = report().driver;
+        work();
+        let after = report().driver;
+        let difference = |count: fn(&DriverCounts) -> u64| count(&after) - count(&before);
+        [
+            difference(|counts| counts.num_host_syncs),
+            difference(|counts| counts.num_uploads),
+            difference(|counts| counts.upload_bytes),
+            difference(|counts| counts.num_downloads),
+            difference(|counts| counts.download_bytes),
+        ]
+    };
+    let stream = device.stream.cu_stream();
+    let (from, to) = (device.argument(READ).a, device.argument(READ).result);
+    // SAFETY: the memory is as large as what is copied, and alive.
+    unsafe {
+        let pinned =
+            std::slice::from_raw_parts_mut(result::malloc_host(16, 0).expect("pinned").cast::<u8>(), 16);
+        pinned.fill(0);
+        let mut pageable = [0u8; 16];
+        let wait = || result::stream::synchronize(stream).expect("clean");
+        assert_eq!(counted(&mut || result::memcpy_htod_async(to, pinned, stream).unwrap()), [0, 1, 16, 0, 0]);
+        assert_eq!(counted(&mut || result::memcpy_dtoh_async(pinned, to, stream).unwrap()), [0, 0, 0, 1, 16]);
+        assert_eq!(
+            counted(&mut || result::memcpy_htod_async(to, &pageable, stream).unwrap()),
+            [1, 1, 16, 0, 0]
+        );
+        let mut download = || result::memcpy_dtoh_async(&mut pageable, to, stream).unwrap();
+        assert_eq!(counted(&mut download), [1, 0, 0, 1, 16]);
+        assert_eq!(counted(&mut || result::memcpy_dtod_async(to, from, 16, stream).unwrap()), [0; 5]);
+        assert_eq!(counted(&mut || wait()), [1, 0, 0, 0, 0]);
+        result::free_host(pinned.as_mut_ptr().cast()).expect("freed");
+    }
+}
+
+#[test]
+fn dependents_need_a_device_that_has_them() {
+    let _machine = emulator(&Config::fast());
+    let mut device = Device::new(0).expect("a device");
+    let argument = device.argument(READ);
+    let launch = || {
+        let mut arguments = [(&raw const argument) as *mut c_void];
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+        };
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: 1,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: 32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: device.stream.cu_stream(),
+            attrs: &mut attribute,
+            numAttrs: 1,
+        };
+        let (function, arguments) = (device.check, arguments.as_mut_ptr());
+        // SAFETY: the argument is what the kernel takes.
+        code(unsafe { sys::cuLaunchKernelEx(&config, function, arguments, std::ptr::null_mut()).result() })
+    };
+    assert_eq!(launch(), 0);
+    assert_eq!((report().driver.num_launches, report().driver.num_dependent_launches), (1, 1));
+    device.stream.synchronize().expect("clean");
+    configure(&Config { compute_capability: (8, 9), ..Config::fast() });
+    assert_eq!(launch(), 801);
 }
