@@ -20,6 +20,7 @@ use multiversion::multiversion;
 
 use super::Cpu;
 use super::threads::spin_until;
+use crate::comm::parcel::{Offer, Parcel};
 use crate::comm::plan::{Algorithm, Rank, Shape};
 use crate::comm::{Call, Cause, GroupBackend, GroupConfig, Quantized, Rendezvous, Tag, sealed};
 use crate::element::Element;
@@ -42,6 +43,20 @@ struct Slab<T> {
     abort: Post,
     /// Not 0 once the owner has dropped its handle.
     left: Post,
+}
+
+/// Its peers are threads.
+impl<T: Element> Offer for Slab<T> {
+    const KIND: &'static str = "slab of a CPU";
+
+    fn pack(&self) -> Result<Parcel> {
+        let wanted = "a backend whose memory other processes can map, or threads of one process";
+        Err(Error::unsupported("ranks as processes", wanted, "the CPU backend"))
+    }
+
+    fn unpack(_: Parcel) -> Option<Self> {
+        None
+    }
 }
 
 /// On a cache line pair of its own: its poller shall not be disturbed.

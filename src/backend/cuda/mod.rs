@@ -13,6 +13,7 @@ mod group;
 mod launch;
 mod memory;
 mod probe;
+mod symmetric;
 
 mod images {
     /// Images are read in words by the driver.
