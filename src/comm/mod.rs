@@ -93,6 +93,10 @@ impl GroupConfig {
         }
     }
 
+    pub(crate) fn terms<T: Element>(&self, world: WorldSize) -> Result<Terms> {
+        Ok(Terms { shape: self.shape(world)?, config: *self, element: T::NAME.into() })
+    }
+
     fn shape(&self, world: WorldSize) -> Result<Shape> {
         let crossovers = self.crossovers.unwrap_or(Crossovers::predicted(world, false));
         let shape = Shape { world, hidden: self.hidden, max_rows: self.max_rows, crossovers };
@@ -111,8 +115,8 @@ impl GroupConfig {
 
 /// What is compared first.
 #[derive(Debug, PartialEq)]
-struct Terms {
-    shape: Shape,
+pub(crate) struct Terms {
+    pub(crate) shape: Shape,
     config: GroupConfig,
     element: String,
 }
@@ -266,8 +270,7 @@ impl<B: GroupBackend, T: Element> Group<B, T> {
     pub fn join(backend: &B, rendezvous: &Rendezvous, rank: Rank, config: GroupConfig) -> Result<Self> {
         let world = rendezvous.world();
         let rank = Rank::new(rank.index(), world)?;
-        let terms = config.shape(world).map(|shape| Terms { shape, config, element: T::NAME.into() });
-        let offers = rendezvous.exchange(rank, 0, terms)?;
+        let offers = rendezvous.exchange(rank, 0, config.terms::<T>(world))?;
         let shape = offers[rank.index()].shape;
         for (other, offer) in world.ranks().zip(&offers) {
             if **offer != *offers[0] {

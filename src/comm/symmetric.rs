@@ -198,3 +198,6 @@ fn find_hub(path: &Path, world: WorldSize, deadline: Instant, time_limit: Durati
         std::thread::sleep(left.min(RETRY));
     }
 }
+
+#[cfg(test)]
+mod tests;

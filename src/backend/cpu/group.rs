@@ -440,13 +440,8 @@ mod tests {
                     let partial = [half::bf16::ONE; 128];
                     let mut output = [half::bf16::ZERO; 128];
                     if rank.index() == 2 {
-                        let shape = Shape {
-                            world: WorldSize::Four,
-                            hidden: 64,
-                            max_rows: 4,
-                            crossovers: crate::comm::Crossovers::predicted(WorldSize::Four, false),
-                        };
-                        rendezvous.exchange(rank, 0, Ok((shape, config, "bf16"))).unwrap();
+                        let terms = config.terms::<half::bf16>(WorldSize::Four);
+                        let shape = rendezvous.exchange(rank, 0, terms).unwrap()[2].shape;
                         let mut member: Member<half::bf16> =
                             cpu.join(rendezvous, rank, shape, &config).unwrap();
                         let (norm, output) = (None, Some(&mut output[..]));

@@ -22,6 +22,7 @@ enum Result : int {
   PEER_ACCESS_NOT_ENABLED = 705,
   LAUNCH_FAILED = 719,
   COOPERATIVE_LAUNCH_TOO_LARGE = 720,
+  NOT_SUPPORTED = 801,
   STREAM_CAPTURE_UNSUPPORTED = 900,
   STREAM_CAPTURE_ISOLATION = 905,
 };
@@ -64,6 +65,12 @@ struct ModuleHandle {
   std::map<std::string, FunctionHandle> functions;
 };
 
+// Memory without an address: a file, whose last page says what it is. Processes that map it share it.
+struct MemoryHandle {
+  int file, device;
+  size_t bytes;
+};
+
 struct Driver {
   bool is_initialized = false;
   int compute_capability[2] = {12, 0};
@@ -72,6 +79,10 @@ struct Driver {
   std::set<StreamHandle*> streams;
   std::set<ModuleHandle*> modules;
   unsigned num_capturing = 0;
+  std::set<MemoryHandle*> memory_handles;
+  // What goes wrong with memory for several processes: the numbers of `SharingFault` in lib.rs.
+  enum SharingFault : int { NO_FAULT, UNSUPPORTED, DIES_IN_EXPORT, FAILS_TO_MAP, IMPORTS_OTHER_MEMORY };
+  int sharing_fault = NO_FAULT;
 };
 Driver& driver();
 
