@@ -103,8 +103,9 @@ impl Rendezvous {
     /// # Errors
     /// *Misuse* when the ranks differ in this crate's version or the world's size, one comes twice, something else
     /// than a rank connects, or `path` is not free; *unsupported* on other systems than Linux; *fault* when a rank is
-    /// missing or its process ends, or when the socket fails. Then no rank meets the others. Should rank 0's process
-    /// not run at all, without having ended, then the others find out a second after the time limit.
+    /// missing or its process ends, or when the socket fails. Then no rank meets the others, and each error names the
+    /// rank; but who comes only when rank 0 has given up finds no more than that rank 0 is not there. Should rank 0's
+    /// process stand still without having ended, then the others find out a second after the time limit.
     pub fn over_socket(
         path: impl AsRef<Path>,
         world: WorldSize,
@@ -131,6 +132,7 @@ impl Rendezvous {
     }
 
     /// Whether what ranks bring has to be mapped by other processes.
+    #[cfg(feature = "cuda")]
     pub(crate) fn is_between_processes(&self) -> bool {
         !matches!(self.place, Place::Process(_))
     }
@@ -176,13 +178,7 @@ impl Rendezvous {
         offers.into_iter().map(|offer| offer.downcast().map_err(|_| another_type(rank))).collect()
     }
 
-    fn pass_any(
-        &self,
-        shared: &Shared,
-        rank: Rank,
-        stage: usize,
-        offer: AnyOffer,
-    ) -> Result<Vec<AnyOffer>> {
+    fn pass_any(&self, shared: &Shared, rank: Rank, stage: usize, offer: AnyOffer) -> Result<Vec<AnyOffer>> {
         let world = self.world.get();
         let mut state = shared.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = &state.broken {

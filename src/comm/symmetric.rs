@@ -109,7 +109,9 @@ impl Seat {
         // Where nobody has heard there may still be word of why.
         let time_limit = if sent.is_ok() { self.time_limit } else { Duration::ZERO };
         match self.hear(Instant::now() + time_limit)? {
-            Message::Passed { stage: passed, parcels } if passed == stage && parcels.len() == self.world.get() => {
+            Message::Passed { stage: passed, parcels }
+                if passed == stage && parcels.len() == self.world.get() =>
+            {
                 Ok(parcels)
             }
             other => Err(confused(&other)),

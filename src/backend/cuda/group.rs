@@ -93,10 +93,13 @@ impl GroupBackend for Cuda {
         let (offers, (own, geometry)) = rendezvous.exchange_and_keep(rank, 2, allocated)?;
 
         let mut own = Some(own);
-        let slabs = shape.world.ranks().zip(&offers).map(|(other, offer)| match own.take_if(|_| other == rank) {
-            Some(own) => Ok(own),
-            None => offer.reach(self, geometry.slab_bytes).map_err(|error| error.elsewhere(other)),
-        });
+        let slabs =
+            shape.world.ranks().zip(&offers).map(|(other, offer)| match own.take_if(|_| other == rank) {
+                Some(own) => Ok(own),
+                None => offer
+                    .reach(self, geometry.slab_bytes)
+                    .map_err(|error| error.elsewhere(format!("{other}'s slab"))),
+            });
         let prepared = slabs.collect::<Result<Vec<Slab>>>().and_then(|slabs| {
             let epochs = self.upload(&vec![config.first_epoch; geometry.max_blocks as usize])?;
             Ok(((), (slabs, epochs.into_memory(), HostWords::new(self)?)))
@@ -307,5 +310,34 @@ impl Ranges {
             }
         }
         Ok(start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::WorldSize;
+
+    fn device(uuid: u8, stream: u64) -> Arc<Device> {
+        Arc::new(Device {
+            cuda: None,
+            uuid: [uuid; 16],
+            stream: [uuid.into(), 0, stream],
+            resident_blocks: 12,
+        })
+    }
+
+    /// Whatever the ordinals that their processes give it: ranks with one device share its room.
+    #[test]
+    fn ranks_on_one_device_share_its_blocks() {
+        let config = GroupConfig::new(64, 512);
+        let shape = config.terms::<half::bf16>(WorldSize::Four).unwrap().shape;
+        let max_blocks = |devices: &[Arc<Device>]| agree(devices, &shape, &config).map(|g| g.max_blocks);
+        let spread: Vec<_> = (0..4).map(|i| device(i, 0)).collect();
+        assert_eq!(max_blocks(&spread).unwrap(), 12);
+        let packed = Device::unpack(spread[3].pack().unwrap()).unwrap();
+        assert_eq!(max_blocks(&[device(0, 0), device(1, 0), device(3, 1), Arc::new(packed)]).unwrap(), 6);
+        assert_eq!(max_blocks(&(0..4).map(|i| device(7, i)).collect::<Vec<_>>()).unwrap(), 3);
+        assert!(max_blocks(&[device(0, 0), device(1, 0), device(0, 0), device(2, 0)]).is_err(), "one stream");
     }
 }

@@ -260,7 +260,10 @@ fn expect_shareable(cuda: &Cuda) -> Result<()> {
     use sys::CUdevice_attribute as Attribute;
     probe::expect_symbols(SYMBOLS, "one that maps memory of other processes")?;
     for (attribute, what) in [
-        (Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED, "maps memory at addresses of choice"),
+        (
+            Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED,
+            "maps memory at addresses of choice",
+        ),
         (
             Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
             "hands memory to other processes as a file descriptor",

@@ -8,9 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, SocketFlags, SocketType, accept_with, bind, connect, listen, socketpair,
-};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, bind, connect, listen, socketpair};
 
 use super::message::{Connection, Hello, Message, Received, wait};
 use super::{address, is_own_user, new_socket, socket_error};
@@ -164,6 +162,10 @@ impl Meeting {
         }
         // Who listens now has to know; who has its group does not look.
         self.break_off(self.gone(0));
+        self.accept_all();
+        for guest in &self.guests {
+            let _ = self.broken.clone().map(|error| guest.send(&Message::Broken(error)));
+        }
     }
 
     fn connection(&self, rank: usize) -> Option<&Connection> {
@@ -172,7 +174,8 @@ impl Meeting {
 
     /// Waits for something to happen and sees to it.
     fn listen(&mut self) -> Result<(), Errno> {
-        let seated: Vec<usize> = (0..self.seats.len()).filter(|rank| self.connection(*rank).is_some()).collect();
+        let seated: Vec<usize> =
+            (0..self.seats.len()).filter(|rank| self.connection(*rank).is_some()).collect();
         let num_guests = self.guests.len();
         let sockets = seated.iter().filter_map(|rank| self.connection(*rank)).chain(&self.guests);
         let mut sockets: Vec<_> = sockets.map(|connection| connection.0.as_fd()).collect();
@@ -192,24 +195,27 @@ impl Meeting {
             }
         }
         if of_listener.first() == Some(&true) {
-            self.accept();
+            self.accept_all();
         }
         Ok(())
     }
 
-    fn accept(&mut self) {
-        let Some(listener) = &self.listener else { return };
-        match accept_with(&listener.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Ok(socket) => {
-                let guest = Connection(socket);
-                if is_own_user(&guest) && self.guests.len() < MAX_GUESTS {
-                    self.guests.push(guest);
+    /// Lets in all who have connected.
+    fn accept_all(&mut self) {
+        while let Some(listener) = &self.listener {
+            match accept_with(&listener.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => {
+                    let guest = Connection(socket);
+                    if is_own_user(&guest) && self.guests.len() < MAX_GUESTS {
+                        self.guests.push(guest);
+                    }
                 }
-            }
-            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
-            Err(errno) => {
-                self.listener = None;
-                self.break_off(socket_error("accept", errno));
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(Errno::AGAIN) => return,
+                Err(errno) => {
+                    self.listener = None;
+                    self.break_off(socket_error("accept", errno));
+                }
             }
         }
     }
@@ -240,7 +246,11 @@ impl Meeting {
         }
         if *version != self.host.version {
             let wanted = format!("{} on all ranks, as rank 0", self.host.version);
-            return Some(Error::misuse("version of eagle-verify", wanted, format!("{version} on rank {rank}")));
+            return Some(Error::misuse(
+                "version of eagle-verify",
+                wanted,
+                format!("{version} on rank {rank}"),
+            ));
         }
         if *world != self.host.world {
             let wanted = format!("{} on all ranks, as rank 0", self.host.world);
@@ -248,9 +258,11 @@ impl Meeting {
         }
         match self.seats.get(*rank) {
             None => Some(Error::misuse("rank", format!("below {world}"), rank)),
-            Some(Some(_)) => {
-                Some(Error::misuse("rendezvous", "every rank once, for one group", format!("rank {rank} again")))
-            }
+            Some(Some(_)) => Some(Error::misuse(
+                "rendezvous",
+                "every rank once, for one group",
+                format!("rank {rank} again"),
+            )),
             Some(None) => None,
         }
     }

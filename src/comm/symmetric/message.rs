@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
 use crate::comm::parcel::{Parcel, Reader, Writer};
@@ -64,9 +64,8 @@ impl Message {
     fn write(&self) -> (Vec<u8>, Vec<BorrowedFd<'_>>) {
         let writer = Writer::default().u64(MAGIC);
         let mut descriptors = Vec::new();
-        let mut parcel = |writer: Writer, parcel: &'_ Parcel| {
-            writer.bytes(&parcel.bytes).usize(parcel.descriptors.len())
-        };
+        let mut parcel =
+            |writer: Writer, parcel: &'_ Parcel| writer.bytes(&parcel.bytes).usize(parcel.descriptors.len());
         let writer = match self {
             Self::Hello(hello) => writer
                 .u8(0)
@@ -119,7 +118,8 @@ impl Message {
             2 => Self::Offer { stage: reader.usize()?, parcel: parcel(&mut reader)? },
             3 => {
                 let (stage, count) = (reader.usize()?, reader.usize()?);
-                let parcels = (0..count.min(MAX_DESCRIPTORS)).map(|_| parcel(&mut reader)).collect::<Option<_>>()?;
+                let parcels =
+                    (0..count.min(MAX_DESCRIPTORS)).map(|_| parcel(&mut reader)).collect::<Option<_>>()?;
                 Self::Passed { stage, parcels }
             }
             4 => {
@@ -189,7 +189,9 @@ impl Connection {
                 return Received::Closed;
             }
             if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
-                return Received::Garbage(format!("more than {MAX_BYTES} bytes or {MAX_DESCRIPTORS} descriptors"));
+                return Received::Garbage(format!(
+                    "more than {MAX_BYTES} bytes or {MAX_DESCRIPTORS} descriptors"
+                ));
             }
             bytes.truncate(received.bytes);
             return match Message::read(&bytes, descriptors) {
@@ -224,7 +226,8 @@ mod tests {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     fn pair() -> (Connection, Connection) {
-        let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let (a, b) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         (Connection(a), Connection(b))
     }
 

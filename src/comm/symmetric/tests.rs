@@ -80,7 +80,10 @@ fn strangers_and_other_versions_are_refused() {
     };
     for (message, wanted) in [
         (Message::Hello(Hello { version: "0.0.9".into(), ..hello(1) }), "seen 0.0.9 on rank 1"),
-        (Message::Hello(Hello { world: 4, ..hello(1) }), "world size: wanted 2 on all ranks, as rank 0, seen 4"),
+        (
+            Message::Hello(Hello { world: 4, ..hello(1) }),
+            "world size: wanted 2 on all ranks, as rank 0, seen 4",
+        ),
         (Message::Hello(hello(2)), "rank: wanted below 2, seen 2"),
         (Message::Hello(hello(0)), "rank 0 again"),
         (Message::Complete, "another message"),
@@ -109,16 +112,22 @@ fn a_rank_that_is_there_twice_is_refused() {
     let place = Place::new();
     let outcomes = thread::scope(|scope| {
         let place = &place;
-        let ranks = [0, 1, 1].map(|rank| scope.spawn(move || place.take(WorldSize::Four, rank, LIMIT).map(drop)));
+        let ranks =
+            [0, 1, 1].map(|rank| scope.spawn(move || place.take(WorldSize::Four, rank, LIMIT).map(drop)));
         ranks.map(|rank| rank.join().unwrap().unwrap_err().to_string())
     });
     assert!(outcomes.iter().any(|error| error.contains("seen rank 1 again")), "{outcomes:?}");
-    assert!(outcomes.iter().all(|error| error.contains("rank 1 again") || error.contains("rank 0")), "{outcomes:?}");
+    assert!(
+        outcomes.iter().all(|error| error.contains("rank 1 again") || error.contains("rank 0")),
+        "{outcomes:?}"
+    );
 }
 
 #[test]
 fn the_end_of_a_rank_is_noticed_at_once() {
-    for (world, gone) in [(WorldSize::Two, 0), (WorldSize::Two, 1), (WorldSize::Four, 0), (WorldSize::Four, 2)] {
+    for (world, gone) in
+        [(WorldSize::Two, 0), (WorldSize::Two, 1), (WorldSize::Four, 0), (WorldSize::Four, 2)]
+    {
         let place = Place::new();
         let started = Instant::now();
         thread::scope(|scope| {
@@ -204,19 +213,30 @@ fn what_is_left_behind_is_replaced_and_nothing_else() {
     for path in [PathBuf::from("x".repeat(200)), place.0.join("nowhere")] {
         for rank in [0, 1] {
             let world = WorldSize::Two;
-            let error = Seat::take(&path, world, Rank::new(rank, world).unwrap(), SHORT).map(drop).unwrap_err();
+            let error =
+                Seat::take(&path, world, Rank::new(rank, world).unwrap(), SHORT).map(drop).unwrap_err();
             assert!(error.to_string().contains("socket") || error.to_string().contains("rank 0"), "{error}");
         }
     }
+}
+
+#[test]
+fn a_seat_is_one_ranks() {
+    let place = Place::new();
+    let mut seat = place.take(WorldSize::One, 0, LIMIT).unwrap();
+    let error = seat.exchange(Rank::new(1, WorldSize::Two).unwrap(), 0, ()).unwrap_err();
+    assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains("rank 1 at stage 0"), "{error}");
 }
 
 /// A second hello, an offer out of turn, garbage: a rank's own mistake, and all hear of it.
 #[test]
 fn ranks_that_speak_out_of_turn_end_the_meeting() {
     let offer = |stage| Message::Offer { stage, parcel: Parcel::default() };
-    for (message, wanted) in
-        [(offer(3), "stage 3"), (Message::Hello(hello(1)), "another message"), (Message::Complete, "another message")]
-    {
+    for (message, wanted) in [
+        (offer(3), "stage 3"),
+        (Message::Hello(hello(1)), "another message"),
+        (Message::Complete, "another message"),
+    ] {
         let place = Place::new();
         thread::scope(|scope| {
             let rank_0 = scope.spawn(|| {

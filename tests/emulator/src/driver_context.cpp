@@ -61,7 +61,7 @@ int attribute(int which) {
     case 83: return 1;      // managed memory
     case 95: return 1;      // cooperative launch
     case 97: return SHARED_PER_BLOCK_OPTIN;
-    case 102:  // memory mapped at addresses of choice
+    case 102: return 1;  // memory mapped at addresses of choice
     case 103: return driver().sharing_fault != Driver::UNSUPPORTED;  // and handed on as file descriptors
     case 106: return MAX_BLOCKS_PER_MULTIPROCESSOR;
     case 115: return 1;  // memory pools
