@@ -372,7 +372,7 @@ fn memory_is_shared_through_descriptors() {
     }
     // A kernel sees at one address what was written at the other, where its device has access.
     let argument = Check { a: b, ..far.argument(READ) };
-    far.launch_on(&far.stream, &argument, 32).expect("launched");
+    far.launch_on(&far.stream, &argument, 1).expect("launched");
     assert_eq!(far.stream.clone_dtoh(&far.result).expect("copied")[0], 0x0707_0707);
     // The clock runs with the host's and does not jump.
     let limit = Duration::from_millis(50);
@@ -384,7 +384,7 @@ fn memory_is_shared_through_descriptors() {
     assert_eq!(report().stats.num_clock_jumps, 0);
 
     let argument = Check { a, ..far.argument(READ) };
-    far.launch_on(&far.stream, &argument, 32).expect("launched");
+    far.launch_on(&far.stream, &argument, 1).expect("launched");
     assert_eq!(code(far.stream.synchronize()), 700);
     let error = report().error.expect("an error");
     assert!(error.contains("no access allowed"), "{error}");
