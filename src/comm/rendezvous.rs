@@ -113,15 +113,15 @@ impl Rendezvous {
         time_limit: Duration,
     ) -> Result<Self> {
         let rank = Rank::new(rank.index(), world)?;
-        let time_limit = time_limit.min(LONGEST);
         #[cfg(target_os = "linux")]
         {
+            let time_limit = time_limit.min(LONGEST);
             let seat = Seat::take(path.as_ref(), world, rank, time_limit)?;
             Ok(Self { world, time_limit, place: Place::Machine(Arc::new(Mutex::new(seat))) })
         }
         #[cfg(not(target_os = "linux"))]
         {
-            let seen = format!("{rank} at {:?}", path.as_ref());
+            let seen = format!("another system, on {rank} at {:?} for {time_limit:?}", path.as_ref());
             Err(Error::unsupported("ranks as processes", "Linux", seen))
         }
     }

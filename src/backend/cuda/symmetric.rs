@@ -64,18 +64,10 @@ impl SlabOffer {
 impl Offer for SlabOffer {
     const KIND: &'static str = "slab of a CUDA device";
 
-    #[cfg(target_os = "linux")]
     fn pack(&self) -> Result<Parcel> {
         let Self::Shared(shared) = self else { return Err(not_shareable()) };
-        let copy = shared.descriptor.try_clone();
-        let copy = copy.map_err(|error| Error::fault("descriptor of a slab", "a copy of it", error))?;
         let bytes = Writer::default().usize(shared.bytes).u64(shared.identity).0;
-        Ok(Parcel { bytes, descriptors: vec![copy] })
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn pack(&self) -> Result<Parcel> {
-        Err(not_shareable())
+        Ok(Parcel { bytes, descriptors: vec![copy(&shared.descriptor)?] })
     }
 
     fn unpack(mut parcel: Parcel) -> Option<Self> {
@@ -304,6 +296,11 @@ fn own(number: c_int) -> Result<Descriptor> {
 }
 
 #[cfg(target_os = "linux")]
+fn copy(descriptor: &Descriptor) -> Result<Descriptor> {
+    descriptor.try_clone().map_err(|error| Error::fault("descriptor of a slab", "a copy of it", error))
+}
+
+#[cfg(target_os = "linux")]
 fn number(descriptor: &Descriptor) -> c_int {
     std::os::fd::AsRawFd::as_raw_fd(descriptor)
 }
@@ -315,6 +312,11 @@ fn not_shareable() -> Error {
 #[cfg(not(target_os = "linux"))]
 fn own(_: c_int) -> Result<Descriptor> {
     Err(not_shareable())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn copy(descriptor: &Descriptor) -> Result<Descriptor> {
+    match *descriptor {}
 }
 
 #[cfg(not(target_os = "linux"))]
