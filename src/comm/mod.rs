@@ -1,8 +1,9 @@
 //! Collectives: the all-reduce that runs twice in every layer of a tensor-parallel verify pass, fused with the
 //! residual addition, RMSNorm and FP8 quantisation around it.
 //!
-//! Each rank is a thread of one process with a [`Group`] of its own; all ranks make the same calls in the same
-//! order. The bits of a result depend on the values alone: not on the algorithm, the backend, the rank, or the
+//! Each rank has a [`Group`] of its own; all ranks make the same calls in the same order. Ranks are threads of one
+//! process, on any backend, or processes of one machine, on GPUs: the engine with a process for each GPU forms its
+//! group with [`Rendezvous::over_socket`], and nothing else differs. The bits of a result depend on the values alone: not on the algorithm, the backend, the rank, or the
 //! rows beside it. They are those of [`RmsNorm::reduce_add_norm`] and [`sum_ranks`](crate::norm::sum_ranks).
 //! Waits for peers end: a lost peer is an [`Error`] that names it.
 //!
@@ -36,8 +37,11 @@
 
 #[cfg(feature = "cuda")]
 pub(crate) mod geometry;
+pub(crate) mod parcel;
 pub(crate) mod plan;
 mod rendezvous;
+#[cfg(target_os = "linux")]
+mod symmetric;
 
 use std::time::Duration;
 
@@ -50,6 +54,7 @@ use crate::norm::{RmsNorm, check_scale};
 pub use plan::{Algorithm, Crossovers, Rank, WorldSize};
 pub use rendezvous::Rendezvous;
 
+use parcel::{Offer, Parcel, Reader, Writer};
 use plan::Shape;
 
 /// What the ranks of a group agree on. It must be equal on all of them.
@@ -88,6 +93,10 @@ impl GroupConfig {
         }
     }
 
+    pub(crate) fn terms<T: Element>(&self, world: WorldSize) -> Result<Terms> {
+        Ok(Terms { shape: self.shape(world)?, config: *self, element: T::NAME.into() })
+    }
+
     fn shape(&self, world: WorldSize) -> Result<Shape> {
         let crossovers = self.crossovers.unwrap_or(Crossovers::predicted(world, false));
         let shape = Shape { world, hidden: self.hidden, max_rows: self.max_rows, crossovers };
@@ -101,6 +110,57 @@ impl GroupConfig {
             return Err(Error::misuse("blocks and warps per group", "at least 1, and 1..=4", seen));
         }
         Ok(shape)
+    }
+}
+
+/// What is compared first.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Terms {
+    pub(crate) shape: Shape,
+    config: GroupConfig,
+    element: String,
+}
+
+impl Offer for Terms {
+    const KIND: &'static str = "group configuration";
+
+    fn pack(&self) -> Result<Parcel> {
+        let Self { shape, config, element } = self;
+        let crossovers = |writer: Writer, c: &Crossovers| {
+            writer.usize(c.one_shot_max_bytes).usize(c.hierarchical_min_bytes)
+        };
+        let writer = Writer::default().usize(shape.world.get()).usize(config.hidden).usize(config.max_rows);
+        let writer = crossovers(writer, &shape.crossovers).duration(config.time_limit);
+        let writer = writer.usize(config.max_blocks).usize(config.max_warps_per_group);
+        let writer = writer.u64(config.first_epoch.into()).text(element);
+        let writer = writer.u8(config.crossovers.is_some().into());
+        let bytes = config.crossovers.iter().fold(writer, crossovers).0;
+        Ok(Parcel { bytes, descriptors: Vec::new() })
+    }
+
+    fn unpack(parcel: Parcel) -> Option<Self> {
+        let mut reader = Reader(&parcel.bytes);
+        let r = &mut reader;
+        let crossovers = |r: &mut Reader<'_>| {
+            Some(Crossovers { one_shot_max_bytes: r.usize()?, hierarchical_min_bytes: r.usize()? })
+        };
+        let world = WorldSize::try_from(r.usize()?).ok()?;
+        let (hidden, max_rows) = (r.usize()?, r.usize()?);
+        let shape = Shape { world, hidden, max_rows, crossovers: crossovers(r)? };
+        let time_limit = r.duration()?;
+        let (max_blocks, max_warps_per_group) = (r.usize()?, r.usize()?);
+        let (first_epoch, element) = (r.u64()?.try_into().ok()?, r.text()?);
+        let crossovers = if r.u8()? == 0 { None } else { Some(crossovers(r)?) };
+        let config = GroupConfig {
+            hidden,
+            max_rows,
+            time_limit,
+            crossovers,
+            max_blocks,
+            max_warps_per_group,
+            first_epoch,
+        };
+        reader.end(Self { shape, config, element })
     }
 }
 
@@ -205,13 +265,13 @@ impl<B: GroupBackend, T: Element> Group<B, T> {
     /// # Errors
     /// *Misuse* when the configurations of two ranks differ or a rank comes twice; *unsupported* for a shape
     /// that no kernel has, or devices that don't reach each other's memory; *fault* when a rank is missing or
-    /// fails. Then no rank has a group.
+    /// fails. Then no rank has a group. *Unsupported* also where ranks are processes and the backend has no memory
+    /// that several can map: a CPU, or a driver that cannot hand it over.
     pub fn join(backend: &B, rendezvous: &Rendezvous, rank: Rank, config: GroupConfig) -> Result<Self> {
         let world = rendezvous.world();
         let rank = Rank::new(rank.index(), world)?;
-        let agreed = config.shape(world).map(|shape| (shape, config, T::NAME));
-        let offers = rendezvous.exchange(rank, 0, agreed)?;
-        let (shape, ..) = *offers[rank.index()];
+        let offers = rendezvous.exchange(rank, 0, config.terms::<T>(world))?;
+        let shape = offers[rank.index()].shape;
         for (other, offer) in world.ranks().zip(&offers) {
             if **offer != *offers[0] {
                 let wanted = format!("the same on all ranks, as rank 0: {:?}", offers[0]);

@@ -1,20 +1,33 @@
-//! Where the ranks of a process meet to form a group: staged exchanges that all ranks pass or none.
+//! Where ranks meet to form a group: staged exchanges that all ranks pass or none. Between threads of a process here,
+//! between processes in `symmetric.rs`.
 
 use std::any::Any;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::parcel::Offer;
 use super::plan::{Rank, WorldSize};
+#[cfg(target_os = "linux")]
+use super::symmetric::Seat;
 use crate::error::{Error, Result};
 
-/// The place where the ranks of one group meet, one thread each. Clones are the same place; it forms one group.
+/// The place where the ranks of one group meet, threads of one process ([`new`](Self::new)) or processes of one
+/// machine ([`over_socket`](Self::over_socket)). Clones are the same place; it forms one group.
 ///
 /// Once a rank failed or was missing, all others fail too, with an error that names it.
 #[derive(Clone, Debug)]
 pub struct Rendezvous {
     world: WorldSize,
     time_limit: Duration,
-    shared: Arc<Shared>,
+    place: Place,
+}
+
+#[derive(Clone, Debug)]
+enum Place {
+    Process(Arc<Shared>),
+    #[cfg(target_os = "linux")]
+    Machine(Arc<Mutex<Seat>>),
 }
 
 #[derive(Debug, Default)]
@@ -34,24 +47,94 @@ struct State {
 #[derive(Debug)]
 struct Stage {
     has_come: Vec<bool>,
-    offers: Vec<Option<Offer>>,
+    offers: Vec<Option<AnyOffer>>,
     num_taken: usize,
 }
 
-type Offer = Arc<dyn Any + Send + Sync>;
+type AnyOffer = Arc<dyn Any + Send + Sync>;
 
 /// Longer limits are this.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 impl Rendezvous {
-    /// A meeting place for `world` ranks that wait for each other for at most `time_limit`.
+    /// A meeting place for `world` ranks, each a thread of this process, that wait for each other for at most
+    /// `time_limit`.
     pub fn new(world: WorldSize, time_limit: Duration) -> Self {
-        Self { world, time_limit, shared: Arc::default() }
+        Self { world, time_limit: time_limit.min(LONGEST), place: Place::Process(Arc::default()) }
+    }
+
+    /// The meeting place of `world` ranks, each a process of this machine and user, at the Unix socket `path`. They
+    /// wait for each other for at most `time_limit`, here and at each stage of [`Group::join`](super::Group::join).
+    /// Returns when all of them have come.
+    ///
+    /// Rank 0 makes the socket, with mode 0600, and removes it once all have come; the others may be there before
+    /// it. The path is this group's alone: in a directory that only this user can write to, with a name that is new
+    /// for each start of the engine, such as its launcher's process ID. What a killed rank 0 left there is replaced.
+    /// In containers, the ranks share the directory.
+    ///
+    /// The connections last as long as this value. While they do, the end of a rank is noticed at once, and not
+    /// by the time limit; after the group has formed nothing needs them.
+    ///
+    /// ```no_run
+    /// # #[cfg(feature = "cuda")]
+    /// # fn main() -> eagle_verify::Result<()> {
+    /// use std::time::Duration;
+    /// use eagle_verify::backend::cuda::Cuda;
+    /// use eagle_verify::comm::{Group, GroupConfig, Rank, Rendezvous, WorldSize};
+    /// use half::bf16;
+    ///
+    /// // Of four processes, one for each GPU, this is the one with this rank.
+    /// let rank: usize = std::env::var("RANK").unwrap().parse().unwrap();
+    /// let world = WorldSize::Four;
+    /// let cuda = Cuda::new(rank)?;
+    /// let rendezvous = Rendezvous::over_socket(
+    ///     format!("{}/engine-{}", std::env::var("XDG_RUNTIME_DIR").unwrap(), std::env::var("RUN").unwrap()),
+    ///     world,
+    ///     Rank::new(rank, world)?,
+    ///     Duration::from_secs(120), // until the slowest has loaded its weights
+    /// )?;
+    /// let config = GroupConfig::new(7168, 64);
+    /// let group = Group::<Cuda, bf16>::join(&cuda, &rendezvous, Rank::new(rank, world)?, config)?;
+    /// # drop(group); Ok(())
+    /// # }
+    /// # #[cfg(not(feature = "cuda"))] fn main() {}
+    /// ```
+    ///
+    /// # Errors
+    /// *Misuse* when the ranks differ in this crate's version or the world's size, one comes twice, something else
+    /// than a rank connects, or `path` is not free; *unsupported* on other systems than Linux; *fault* when a rank is
+    /// missing or its process ends, or when the socket fails. Then no rank meets the others, and each error names the
+    /// rank; but who comes only when rank 0 has given up finds no more than that rank 0 is not there. Should rank 0's
+    /// process stand still without having ended, then the others find out a second after the time limit.
+    pub fn over_socket(
+        path: impl AsRef<Path>,
+        world: WorldSize,
+        rank: Rank,
+        time_limit: Duration,
+    ) -> Result<Self> {
+        let rank = Rank::new(rank.index(), world)?;
+        #[cfg(target_os = "linux")]
+        {
+            let time_limit = time_limit.min(LONGEST);
+            let seat = Seat::take(path.as_ref(), world, rank, time_limit)?;
+            Ok(Self { world, time_limit, place: Place::Machine(Arc::new(Mutex::new(seat))) })
+        }
+        #[cfg(not(target_os = "linux"))]
+        {
+            let seen = format!("another system, on {rank} at {:?} for {time_limit:?}", path.as_ref());
+            Err(Error::unsupported("ranks as processes", "Linux", seen))
+        }
     }
 
     /// How many ranks meet here.
     pub fn world(&self) -> WorldSize {
         self.world
+    }
+
+    /// Whether what ranks bring has to be mapped by other processes.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_between_processes(&self) -> bool {
+        !matches!(self.place, Place::Process(_))
     }
 
     /// Says that `rank` will not come, because of `error`: for a rank that fails before it can join. The others
@@ -62,7 +145,7 @@ impl Rendezvous {
 
     /// Brings `offer` to a stage and returns what all ranks brought, by rank. An error that one rank brings is
     /// an error of the same kind for all.
-    pub(crate) fn exchange<T: Send + Sync + 'static>(
+    pub(crate) fn exchange<T: Offer>(
         &self,
         rank: Rank,
         stage: usize,
@@ -72,22 +155,32 @@ impl Rendezvous {
     }
 
     /// As [`exchange`](Self::exchange), for a rank that keeps something beside what it offers.
-    pub(crate) fn exchange_and_keep<T: Send + Sync + 'static, K>(
+    pub(crate) fn exchange_and_keep<T: Offer, K>(
         &self,
         rank: Rank,
         stage: usize,
         prepared: Result<(T, K)>,
     ) -> Result<(Vec<Arc<T>>, K)> {
         let (offer, kept) = prepared.inspect_err(|error| self.abandon(rank, error))?;
-        let outcome =
-            self.pass(rank, stage, Arc::new(offer)).inspect_err(|error| self.break_off(error.clone()));
-        let downcast = |offer: Offer| offer.downcast().map_err(|_| another_type(rank));
-        Ok((outcome?.into_iter().map(downcast).collect::<Result<_>>()?, kept))
+        let outcome = match &self.place {
+            Place::Process(shared) => self.pass(shared, rank, stage, offer),
+            #[cfg(target_os = "linux")]
+            Place::Machine(seat) => {
+                seat.lock().unwrap_or_else(PoisonError::into_inner).exchange(rank, stage, offer)
+            }
+        };
+        Ok((outcome.inspect_err(|error| self.break_off(error.clone()))?, kept))
     }
 
-    fn pass(&self, rank: Rank, stage: usize, offer: Offer) -> Result<Vec<Offer>> {
+    /// A stage between threads.
+    fn pass<T: Offer>(&self, shared: &Shared, rank: Rank, stage: usize, offer: T) -> Result<Vec<Arc<T>>> {
+        let offers = self.pass_any(shared, rank, stage, Arc::new(offer))?;
+        offers.into_iter().map(|offer| offer.downcast().map_err(|_| another_type(rank))).collect()
+    }
+
+    fn pass_any(&self, shared: &Shared, rank: Rank, stage: usize, offer: AnyOffer) -> Result<Vec<AnyOffer>> {
         let world = self.world.get();
-        let mut state = self.shared.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = shared.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = &state.broken {
             return Err(error.clone());
         }
@@ -106,9 +199,9 @@ impl Rendezvous {
             ));
         }
         state.stages[stage].offers[rank.index()] = Some(offer);
-        self.shared.changed.notify_all();
+        shared.changed.notify_all();
 
-        let deadline = Instant::now() + self.time_limit.min(LONGEST);
+        let deadline = Instant::now() + self.time_limit;
         loop {
             let place = &mut state.stages[stage];
             if let Some(all) = place.offers.iter().cloned().collect::<Option<Vec<_>>>() {
@@ -128,21 +221,31 @@ impl Rendezvous {
                 let wanted = format!("all {world} ranks within {:?}", self.time_limit);
                 return Err(Error::fault("group", wanted, format!("no sign of {missing}")));
             }
-            let woken = self.shared.changed.wait_timeout(state, left);
+            let woken = shared.changed.wait_timeout(state, left);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// There will be no group: all ranks that wait or come hear why.
     fn break_off(&self, error: Error) {
-        let mut state = self.shared.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match &self.place {
+            Place::Process(shared) => shared.break_off(error),
+            #[cfg(target_os = "linux")]
+            Place::Machine(seat) => seat.lock().unwrap_or_else(PoisonError::into_inner).break_off(error),
+        }
+    }
+}
+
+impl Shared {
+    fn break_off(&self, error: Error) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.broken.get_or_insert(error);
         // A stage where all have come is passed by all: its last taker empties it.
         let incomplete = state.stages.iter_mut().filter(|stage| stage.has_come.contains(&false));
-        let offers: Vec<Offer> =
+        let offers: Vec<AnyOffer> =
             incomplete.flat_map(|stage| stage.offers.iter_mut().filter_map(Option::take)).collect();
         drop(state);
-        self.shared.changed.notify_all();
+        self.changed.notify_all();
         drop(offers); // not under the lock: it may be memory of a device
     }
 }
@@ -152,109 +255,4 @@ fn another_type(rank: Rank) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn run<T: Send>(
-        world: WorldSize,
-        limit: Duration,
-        body: impl Fn(Rank, &Rendezvous) -> T + Sync,
-    ) -> Vec<T> {
-        let place = Rendezvous::new(world, limit);
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = world
-                .ranks()
-                .map(|rank| {
-                    let (body, place) = (&body, &place);
-                    scope.spawn(move || body(rank, place))
-                })
-                .collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        })
-    }
-
-    #[test]
-    fn every_rank_gets_every_offer_in_rank_order() {
-        for _ in 0..50 {
-            let seen = run(WorldSize::Four, Duration::from_secs(10), |rank, place| {
-                let first = place.exchange(rank, 0, Ok(rank.index() * 10)).unwrap();
-                let second = place.exchange(rank, 1, Ok(format!("{rank}"))).unwrap();
-                (first.iter().map(|v| **v).collect::<Vec<_>>(), second[3].to_string())
-            });
-            assert!(seen.iter().all(|s| *s == (vec![0, 10, 20, 30], "rank 3".to_string())));
-        }
-    }
-
-    #[test]
-    fn one_failing_rank_fails_all() {
-        let seen = run(WorldSize::Four, Duration::from_secs(10), |rank, place| {
-            let failed = Error::unsupported("device", "memory", "none");
-            let offer = if rank.index() == 2 { Err(failed) } else { Ok(()) };
-            place
-                .exchange(rank, 0, Ok(0))
-                .and_then(|_| place.exchange(rank, 1, offer))
-                .unwrap_err()
-                .to_string()
-        });
-        assert_eq!(seen[2], "unsupported: device: wanted memory, seen none");
-        for rank in [0, 1, 3] {
-            assert_eq!(seen[rank], "unsupported: device of rank 2: wanted memory, seen none");
-        }
-    }
-
-    #[test]
-    fn a_rank_that_cannot_come_says_so() {
-        let started = Instant::now();
-        let seen = run(WorldSize::Two, Duration::from_secs(60), |rank, place| match rank.index() {
-            0 => place.exchange(rank, 0, Ok(())).unwrap_err().to_string(),
-            _ => {
-                place.abandon(rank, &Error::fault("file", "weights", "none"));
-                String::new()
-            }
-        });
-        assert_eq!(seen[0], "fault: file of rank 1: wanted weights, seen none");
-        assert!(started.elapsed() < Duration::from_secs(30));
-    }
-
-    /// What ranks exchange may be device memory: the meeting place does not keep it.
-    #[test]
-    fn offers_are_dropped_once_all_have_them() {
-        let place = Rendezvous::new(WorldSize::Two, Duration::MAX);
-        let offer = Arc::new(());
-        std::thread::scope(|scope| {
-            for rank in WorldSize::Two.ranks() {
-                let (place, offer) = (&place, Arc::clone(&offer));
-                scope.spawn(move || place.exchange(rank, 0, Ok(offer)).unwrap());
-            }
-        });
-        assert_eq!(Arc::strong_count(&offer), 1);
-        let rank = Rank::new(0, WorldSize::Two).unwrap();
-        place.abandon(rank, &Error::fault("a", "b", "c"));
-        assert!(place.exchange(rank, 1, Ok(Arc::clone(&offer))).is_err());
-        assert_eq!(Arc::strong_count(&offer), 1);
-    }
-
-    #[test]
-    fn a_missing_rank_is_named_in_time() {
-        let started = Instant::now();
-        let seen = run(WorldSize::Two, Duration::from_millis(50), |rank, place| match rank.index() {
-            0 => place.exchange(rank, 0, Ok(())).unwrap_err().to_string(),
-            _ => String::new(),
-        });
-        assert!(seen[0].contains("no sign of rank 1"), "{seen:?}");
-        assert!(started.elapsed() < Duration::from_secs(5));
-    }
-
-    #[test]
-    fn a_rank_that_comes_twice_and_another_type_are_misuse() {
-        let place = Rendezvous::new(WorldSize::One, Duration::from_secs(1));
-        let rank = Rank::new(0, WorldSize::One).unwrap();
-        assert!(place.exchange(rank, 0, Ok(1u8)).is_ok());
-        assert!(place.exchange(rank, 0, Ok(1u8)).is_err());
-        let seen = run(WorldSize::Two, Duration::from_secs(10), |rank, place| match rank.index() {
-            0 => place.exchange(rank, 0, Ok(1u8)).is_err(),
-            _ => place.exchange(rank, 0, Ok(1u16)).is_err(),
-        });
-        assert_eq!(seen, [true, true]);
-    }
-}
+mod tests;

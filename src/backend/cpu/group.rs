@@ -20,6 +20,7 @@ use multiversion::multiversion;
 
 use super::Cpu;
 use super::threads::spin_until;
+use crate::comm::parcel::{Offer, Parcel};
 use crate::comm::plan::{Algorithm, Rank, Shape};
 use crate::comm::{Call, Cause, GroupBackend, GroupConfig, Quantized, Rendezvous, Tag, sealed};
 use crate::element::Element;
@@ -42,6 +43,20 @@ struct Slab<T> {
     abort: Post,
     /// Not 0 once the owner has dropped its handle.
     left: Post,
+}
+
+/// Its peers are threads.
+impl<T: Element> Offer for Slab<T> {
+    const KIND: &'static str = "slab of a CPU";
+
+    fn pack(&self) -> Result<Parcel> {
+        let wanted = "a backend whose memory other processes can map, or threads of one process";
+        Err(Error::unsupported("ranks as processes", wanted, "the CPU backend"))
+    }
+
+    fn unpack(_: Parcel) -> Option<Self> {
+        None
+    }
 }
 
 /// On a cache line pair of its own: its poller shall not be disturbed.
@@ -425,13 +440,8 @@ mod tests {
                     let partial = [half::bf16::ONE; 128];
                     let mut output = [half::bf16::ZERO; 128];
                     if rank.index() == 2 {
-                        let shape = Shape {
-                            world: WorldSize::Four,
-                            hidden: 64,
-                            max_rows: 4,
-                            crossovers: crate::comm::Crossovers::predicted(WorldSize::Four, false),
-                        };
-                        rendezvous.exchange(rank, 0, Ok((shape, config, "bf16"))).unwrap();
+                        let terms = config.terms::<half::bf16>(WorldSize::Four);
+                        let shape = rendezvous.exchange(rank, 0, terms).unwrap()[2].shape;
                         let mut member: Member<half::bf16> =
                             cpu.join(rendezvous, rank, shape, &config).unwrap();
                         let (norm, output) = (None, Some(&mut output[..]));

@@ -305,9 +305,21 @@ impl Cuda {
         StreamId { ordinal: self.inner.ordinal, stream: self.inner.stream as usize }
     }
 
+    pub(super) fn device(&self) -> sys::CUdevice {
+        self.inner.device
+    }
+
+    pub(super) fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32> {
+        self.inner.attribute(attribute)
+    }
+
+    /// What names the device in every process.
+    pub(super) fn uuid(&self) -> Result<Uuid> {
+        uuid(self.inner.ordinal, self.inner.device)
+    }
+
     pub(super) fn multiprocessors(&self) -> Result<usize> {
-        let count =
-            self.inner.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let count = self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         Ok(count as usize)
     }
 
@@ -318,23 +330,36 @@ impl Cuda {
             return Ok(());
         }
         self.bind()?;
-        let mut can = 0;
-        // SAFETY: both are devices of this driver.
-        let asked = unsafe { sys::cuDeviceCanAccessPeer(&mut can, own.device, peer.device).result() };
-        self.check("cuDeviceCanAccessPeer", asked)?;
-        if can == 0 {
-            let wanted = format!("device {} to reach the memory of device {}", own.ordinal, peer.ordinal);
-            return Err(Error::unsupported(
-                "peer access",
-                wanted,
-                "a driver or topology that does not allow it",
-            ));
-        }
+        self.expect_peer_access(peer.ordinal, peer.device)?;
         // SAFETY: the peer's `Cuda` keeps its context.
         match unsafe { sys::cuCtxEnablePeerAccess(peer.context, 0) } {
             sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
             other => self.check("cuCtxEnablePeerAccess", other.result()),
         }
+    }
+
+    /// Looks whether this device can reach the memory of another process's device. One that this process does not
+    /// see (`CUDA_VISIBLE_DEVICES`) cannot be asked for: then it is the mapping that fails.
+    pub(super) fn expect_reach(&self, peer: &Uuid) -> Result<()> {
+        for ordinal in (0..probe::num_devices()?).filter(|ordinal| *ordinal != self.inner.ordinal) {
+            let device = checked(ordinal, "cuDeviceGet", result::device::get(ordinal as c_int))?;
+            if uuid(ordinal, device)? == *peer {
+                self.expect_peer_access(ordinal, device)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn expect_peer_access(&self, ordinal: usize, device: sys::CUdevice) -> Result<()> {
+        let mut can = 0;
+        // SAFETY: both are devices of this driver.
+        let asked = unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.inner.device, device).result() };
+        self.check("cuDeviceCanAccessPeer", asked)?;
+        if can != 0 {
+            return Ok(());
+        }
+        let wanted = format!("device {} to reach the memory of device {ordinal}", self.inner.ordinal);
+        Err(Error::unsupported("peer access", wanted, "a driver or topology that does not allow it"))
     }
 
     /// A kernel by its symbol, loaded now: a lazy load may wait for a kernel that waits for this one.
@@ -488,11 +513,28 @@ impl Drop for Inner {
     }
 }
 
+/// Of a device, or of a part of one that is used as a device.
+pub(super) type Uuid = [u8; 16];
+
+fn uuid(ordinal: usize, device: sys::CUdevice) -> Result<Uuid> {
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: the pointer is valid for the call, and the device is one of this driver.
+    checked(ordinal, "cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device).result() })?;
+    Ok(uuid.bytes.map(|byte| byte as u8))
+}
+
 /// Which stream's work memory is for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct StreamId {
     ordinal: usize,
     stream: usize, // the same for the default streams of two devices
+}
+
+impl StreamId {
+    /// For comparison with those of other processes.
+    pub(super) fn words(self) -> [u64; 2] {
+        [self.ordinal as u64, self.stream as u64]
+    }
 }
 
 /// A kernel of a `Cuda`'s modules. Its user keeps the `Cuda`.

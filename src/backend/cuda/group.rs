@@ -1,16 +1,18 @@
-//! Ranks as devices that map each other's memory, one thread each; or several ranks on one device.
+//! Ranks as devices that reach each other's memory, one thread or one process each; or several ranks on one device.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bytemuck::Pod;
 use cudarc::driver::result;
 
-use super::context::{Cuda, StreamId};
+use super::context::{Cuda, StreamId, Uuid};
 use super::launch::{
     AllReduceKernels, AllReduceNorm, FP8_PER_ROW, FP8_STATIC, FaultRecord, NORM, WEIGHT_PLUS_ONE,
 };
 use super::memory::{DeviceSlice, DeviceSliceMut, HostWords, Memory};
+use super::symmetric::{Slab, random};
 use crate::comm::geometry::Geometry;
+use crate::comm::parcel::{Offer, Parcel, Reader, Writer};
 use crate::comm::plan::{Rank, Shape};
 use crate::comm::{Call, GroupBackend, GroupConfig, Quantized, Rendezvous, Tag, sealed};
 use crate::element::Element;
@@ -22,7 +24,7 @@ pub struct Member {
     // The kernels' memory: freed in this order, each after the stream is idle, and slabs with the last rank.
     _epochs: Memory,
     fault: HostWords<3>,
-    _slabs: Vec<Arc<Memory>>,
+    slabs: Vec<Slab>,
     cuda: Cuda,
     kernels: AllReduceKernels,
     shape: Shape,
@@ -34,10 +36,31 @@ pub struct Member {
 
 /// What a rank tells the others first.
 struct Device {
-    /// Keeps the context that the others enable access to.
-    cuda: Cuda,
+    /// Of a thread of this process: keeps the context that the others enable access to.
+    cuda: Option<Cuda>,
+    uuid: Uuid,
+    /// The process and its stream.
+    stream: [u64; 3],
     /// Blocks of a group's kernels that can be resident at the same time.
     resident_blocks: usize,
+}
+
+impl Offer for Device {
+    const KIND: &'static str = "CUDA device";
+
+    fn pack(&self) -> Result<Parcel> {
+        let writer = Writer::default().bytes(&self.uuid).usize(self.resident_blocks);
+        let bytes = self.stream.iter().fold(writer, |writer, word| writer.u64(*word)).0;
+        Ok(Parcel { bytes, descriptors: Vec::new() })
+    }
+
+    fn unpack(parcel: Parcel) -> Option<Self> {
+        let mut reader = Reader(&parcel.bytes);
+        let uuid = reader.bytes()?.try_into().ok()?;
+        let resident_blocks = reader.usize()?;
+        let stream = [reader.u64()?, reader.u64()?, reader.u64()?];
+        reader.end(Self { cuda: None, uuid, stream, resident_blocks })
+    }
 }
 
 impl sealed::Sealed for Cuda {}
@@ -60,16 +83,29 @@ impl GroupBackend for Cuda {
         let (devices, kernels) = rendezvous.exchange_and_keep(rank, 1, prepared)?;
 
         let allocated = agree(&devices, &shape, config).and_then(|geometry| {
-            devices.iter().try_for_each(|device| self.enable_peer(&device.cuda))?;
-            // All bits set is an empty slab, see PROTOCOL.md.
-            Ok((Memory::new(self, geometry.slab_bytes, 0xFF)?, geometry))
+            devices.iter().try_for_each(|device| match &device.cuda {
+                Some(cuda) => self.enable_peer(cuda),
+                None => self.expect_reach(&device.uuid),
+            })?;
+            let (offer, own) = Slab::new(self, geometry.slab_bytes, rendezvous.is_between_processes())?;
+            Ok((offer, (own, geometry)))
         });
-        let (slabs, geometry) = rendezvous.exchange_and_keep(rank, 2, allocated)?;
+        let (offers, (own, geometry)) = rendezvous.exchange_and_keep(rank, 2, allocated)?;
 
-        let own = self
-            .upload(&vec![config.first_epoch; geometry.max_blocks as usize])
-            .and_then(|epochs| Ok(((), (epochs.into_memory(), HostWords::new(self)?))));
-        let (_, (epochs, fault)) = rendezvous.exchange_and_keep(rank, 3, own)?;
+        let mut own = Some(own);
+        let slabs =
+            shape.world.ranks().zip(&offers).map(|(other, offer)| match own.take_if(|_| other == rank) {
+                Some(own) => Ok(own),
+                None => offer
+                    .reach(self, geometry.slab_bytes)
+                    .map_err(|error| error.elsewhere(format!("{other}'s slab"))),
+            });
+        let prepared = slabs.collect::<Result<Vec<Slab>>>().and_then(|slabs| {
+            let epochs = self.upload(&vec![config.first_epoch; geometry.max_blocks as usize])?;
+            Ok(((), (slabs, epochs.into_memory(), HostWords::new(self)?)))
+        });
+        // Passed when all ranks reach all slabs.
+        let (_, (slabs, epochs, fault)) = rendezvous.exchange_and_keep(rank, 3, prepared)?;
 
         let mut arguments = AllReduceNorm {
             epochs: epochs.address,
@@ -85,13 +121,13 @@ impl GroupBackend for Cuda {
             ..AllReduceNorm::default()
         };
         for (address, slab) in arguments.slabs.iter_mut().zip(&slabs) {
-            *address = slab.address;
+            *address = slab.address();
         }
         let cuda = self.clone();
         Ok(Member {
             _epochs: epochs,
             fault,
-            _slabs: slabs,
+            slabs,
             cuda,
             kernels,
             shape,
@@ -161,7 +197,7 @@ impl Drop for Member {
         // What fails may pass: it is asked twice.
         if self.cuda.synchronize().is_err() && self.cuda.synchronize().is_err() {
             // Kernels of this rank may yet write into peers' slabs: then they are never freed.
-            self._slabs.iter().for_each(|slab| std::mem::forget(Arc::clone(slab)));
+            self.slabs.drain(..).for_each(std::mem::forget);
         }
     }
 }
@@ -184,20 +220,23 @@ impl Cuda {
             per_multiprocessor = per_multiprocessor.min(blocks as usize);
         }
         let resident_blocks = per_multiprocessor.saturating_mul(self.multiprocessors()?);
-        Ok(Device { cuda: self.clone(), resident_blocks })
+        static PROCESS: OnceLock<u64> = OnceLock::new();
+        let [ordinal, stream] = self.stream_id().words();
+        let stream = [*PROCESS.get_or_init(random), ordinal, stream];
+        Ok(Device { cuda: Some(self.clone()), uuid: self.uuid()?, stream, resident_blocks })
     }
 }
 
 /// The geometry that fits the smallest share of a device that any rank has: all its blocks are resident.
 fn agree(devices: &[Arc<Device>], shape: &Shape, config: &GroupConfig) -> Result<Geometry> {
     for (rank, device) in devices.iter().enumerate() {
-        if devices[..rank].iter().any(|other| other.cuda.stream_id() == device.cuda.stream_id()) {
+        if devices[..rank].iter().any(|other| other.stream == device.stream) {
             let seen = format!("rank {rank} on the stream of another rank");
             return Err(Error::misuse("devices of the group", "a `Cuda` of its own for every rank", seen));
         }
     }
     let share = |device: &Device| {
-        let ranks = devices.iter().filter(|other| other.cuda.ordinal() == device.cuda.ordinal()).count();
+        let ranks = devices.iter().filter(|other| other.uuid == device.uuid).count();
         device.resident_blocks / ranks
     };
     let smallest = devices.iter().map(|device| share(device)).min().unwrap_or(0);
@@ -272,5 +311,34 @@ impl Ranges {
             }
         }
         Ok(start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::WorldSize;
+
+    fn device(uuid: u8, stream: u64) -> Arc<Device> {
+        Arc::new(Device {
+            cuda: None,
+            uuid: [uuid; 16],
+            stream: [uuid.into(), 0, stream],
+            resident_blocks: 12,
+        })
+    }
+
+    /// Whatever the ordinals that their processes give it: ranks with one device share its room.
+    #[test]
+    fn ranks_on_one_device_share_its_blocks() {
+        let config = GroupConfig::new(64, 512);
+        let shape = config.terms::<half::bf16>(WorldSize::Four).unwrap().shape;
+        let max_blocks = |devices: &[Arc<Device>]| agree(devices, &shape, &config).map(|g| g.max_blocks);
+        let spread: Vec<_> = (0..4).map(|i| device(i, 0)).collect();
+        assert_eq!(max_blocks(&spread).unwrap(), 12);
+        let packed = Device::unpack(spread[3].pack().unwrap()).unwrap();
+        assert_eq!(max_blocks(&[device(0, 0), device(1, 0), device(3, 1), Arc::new(packed)]).unwrap(), 6);
+        assert_eq!(max_blocks(&(0..4).map(|i| device(7, i)).collect::<Vec<_>>()).unwrap(), 3);
+        assert!(max_blocks(&[device(0, 0), device(1, 0), device(0, 0), device(2, 0)]).is_err(), "one stream");
     }
 }

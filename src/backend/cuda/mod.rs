@@ -22,6 +22,7 @@ mod linear;
 mod memory;
 mod probe;
 mod staging;
+mod symmetric;
 mod view;
 
 mod images {

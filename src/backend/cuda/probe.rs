@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// CUDA 12.8: the first with SM120.
 const MIN_VERSION: i32 = 12_080;
 
-/// Every driver function that this crate calls: cudarc looks a symbol up at its first call, and panics.
+/// Every driver function that this crate always calls: cudarc looks a symbol up at its first call, and panics.
 const SYMBOLS: &[&str] = &[
     "cuCtxEnablePeerAccess",
     "cuCtxSetCurrent",
@@ -18,6 +18,7 @@ const SYMBOLS: &[&str] = &[
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
+    "cuDeviceGetUuid_v2",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
@@ -62,22 +63,36 @@ pub(super) fn num_devices() -> Result<usize> {
     ANSWER.get_or_try_init(probe).copied()
 }
 
-fn probe() -> Result<usize> {
-    let unusable = |wanted: &str, seen: String| Error::unsupported("CUDA driver", wanted, seen);
+/// Looks for functions that not every use needs; `wanted` is a driver that has them.
+pub(super) fn expect_symbols(symbols: &[&str], wanted: &str) -> Result<()> {
+    find_symbols(&open()?, symbols, wanted)
+}
+
+fn unusable(wanted: &str, seen: String) -> Error {
+    Error::unsupported("CUDA driver", wanted, seen)
+}
+
+fn open() -> Result<libloading::Library> {
     // The names that cudarc tries, so that both mean the same library.
     let names = if cfg!(windows) { ["nvcuda.dll", "cuda.dll"] } else { ["libcuda.so", "libcuda.so.1"] };
     // SAFETY: loading the driver library runs its initialisers; it is the library that cudarc would load.
     let library = names.into_iter().find_map(|name| unsafe { libloading::Library::new(name).ok() });
-    let Some(library) = library else {
-        return Err(unusable("an NVIDIA driver on this machine", format!("no {}", names.join(" or "))));
-    };
-    for symbol in SYMBOLS {
+    library.ok_or_else(|| unusable("an NVIDIA driver on this machine", format!("no {}", names.join(" or "))))
+}
+
+fn find_symbols(library: &libloading::Library, symbols: &[&str], wanted: &str) -> Result<()> {
+    for symbol in symbols {
         // SAFETY: the symbol's address is looked up and not used.
         if unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_err() {
-            let seen = format!("a driver without {symbol}");
-            return Err(unusable("CUDA 12.8 or newer (a newer driver)", seen));
+            return Err(unusable(wanted, format!("a driver without {symbol}")));
         }
     }
+    Ok(())
+}
+
+fn probe() -> Result<usize> {
+    let library = open()?;
+    find_symbols(&library, SYMBOLS, "CUDA 12.8 or newer (a newer driver)")?;
     let code = |call: &str, result: sys::CUresult| match result {
         sys::CUresult::CUDA_SUCCESS => Ok(()),
         sys::CUresult::CUDA_ERROR_NO_DEVICE => {

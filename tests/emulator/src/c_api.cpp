@@ -45,7 +45,7 @@ EMULATOR_API bool emulator_configure(const EmulatorConfig* c) {
 
 struct EmulatorReport {
   Stats stats;
-  uint64_t device_allocations, host_allocations, streams, modules, num_races;
+  uint64_t device_allocations, host_allocations, streams, modules, memory_handles, reservations, num_races;
 };
 
 EMULATOR_API void emulator_report(EmulatorReport* report) {
@@ -56,6 +56,8 @@ EMULATOR_API void emulator_report(EmulatorReport* report) {
              m.memory.num_live(Space::HOST),
              fake::driver().streams.size(),
              fake::driver().modules.size(),
+             fake::driver().memory_handles.size(),
+             m.memory.num_reservations(),
              m.races.size()};
 }
 // Valid until the machine is used again.

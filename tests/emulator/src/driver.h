@@ -90,6 +90,12 @@ struct DriverCounts {
   uint64_t contexts, events, graphs;  // live
 };
 
+// Memory without an address: a file, whose last page says what it is. Processes that map it share it.
+struct MemoryHandle {
+  int file, device;
+  size_t bytes;
+};
+
 struct Driver {
   bool is_initialized = false;
   int version = DEFAULT_VERSION;
@@ -102,6 +108,10 @@ struct Driver {
   std::set<StreamHandle*> streams;
   std::set<ModuleHandle*> modules;
   unsigned num_capturing = 0;
+  std::set<MemoryHandle*> memory_handles;
+  // What goes wrong with memory for several processes: the numbers of `SharingFault` in lib.rs.
+  enum SharingFault : int { NO_FAULT, UNSUPPORTED, DIES_IN_EXPORT, FAILS_TO_MAP, IMPORTS_OTHER_MEMORY };
+  int sharing_fault = NO_FAULT;
 };
 Driver& driver();
 

@@ -61,6 +61,8 @@ int attribute(int which) {
     case 83: return 1;      // managed memory
     case 95: return 1;      // cooperative launch
     case 97: return SHARED_PER_BLOCK_OPTIN;
+    case 102: return 1;  // memory mapped at addresses of choice
+    case 103: return driver().sharing_fault != Driver::UNSUPPORTED;  // and handed on as file descriptors
     case 106: return MAX_BLOCKS_PER_MULTIPROCESSOR;
     case 115: return 1;  // memory pools
     default: return 0;
@@ -242,6 +244,7 @@ CUDA_API cuGetErrorName(int error, const char** name) {
       {PEER_ACCESS_NOT_ENABLED, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED"},
       {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED"},
       {COOPERATIVE_LAUNCH_TOO_LARGE, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"},
+      {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
       {STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
       {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
       {STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},

@@ -22,6 +22,7 @@ bool is_mapped(const void* p, size_t bytes) {
   Memory& memory = machine().memory;
   const Allocation* a = memory.contains(p) ? memory.find(p) : nullptr;
   const char* begin = static_cast<const char*>(p);
+  if (a && a->is_reservation && !a->accessible) return false;
   return a && a->is_live && begin >= a->base && begin + bytes <= a->base + a->bytes;
 }
 

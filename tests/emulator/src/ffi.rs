@@ -50,6 +50,8 @@ pub struct Report {
     pub host_allocations: u64,
     pub streams: u64,
     pub modules: u64,
+    pub memory_handles: u64,
+    pub reservations: u64,
     pub num_races: u64,
 }
 
@@ -84,6 +86,7 @@ interface! {
     race = c"emulator_race": fn(usize) -> *const c_char;
     kernel = c"emulator_kernel": fn(usize) -> *const c_char;
     override_grid = c"emulator_override_grid": fn(c_int, u32);
+    break_sharing = c"emulator_break_sharing": fn(c_int);
     allocate = c"emulator_allocate": fn(c_int, usize) -> *mut c_void;
     free = c"emulator_free": fn(*mut c_void) -> bool;
     copy = c"emulator_copy": fn(*mut c_void, *const c_void, usize);

@@ -17,7 +17,27 @@ void forget(Map& map) {
   }
 }
 
+using std::chrono::steady_clock;
+
 constexpr std::chrono::milliseconds RECHECK_INTERVAL(5);  // the host may write to memory that a kernel polls
+// Other processes may do so, too, if they share memory with this one.
+constexpr std::chrono::microseconds MIN_SHARED_INTERVAL(50), MAX_SHARED_INTERVAL(2000);
+constexpr std::chrono::seconds MIN_SHARED_PATIENCE(30);
+
+bool shares_memory() { return machine().memory.num_mapped() > 0; }
+
+// Whether nobody can be expected to add work, or to write to memory that is waited for.
+bool is_all_work_in() {
+  Machine& m = machine();
+  std::chrono::nanoseconds patience(m.config.patience_ns);
+  auto now = steady_clock::now();
+  if (!shares_memory()) return now - m.last_enqueue >= patience;
+  // The other processes' time is the host's.
+  std::chrono::nanoseconds elapsed = now - m.configured;
+  m.clock_ns = std::max(m.clock_ns, uint64_t(elapsed.count()));
+  patience = std::max<std::chrono::nanoseconds>(patience, MIN_SHARED_PATIENCE);
+  return now - std::max(m.last_enqueue, m.last_progress) >= patience;
+}
 
 Adversary draw_adversary(const Config& config, Random& random) {
   Adversary a;
@@ -178,7 +198,7 @@ void fill_memory(void* to, uint32_t value, size_t element_bytes, size_t count) {
 void enqueue(Stream& stream, Operation operation) {
   Machine& m = machine();
   stream.queue.push_back(std::move(operation));
-  m.last_enqueue = std::chrono::steady_clock::now();
+  m.last_enqueue = steady_clock::now();
   m.changed.notify_all();
 }
 
@@ -203,17 +223,20 @@ bool has_failed() { return machine().failure != Failure::NONE || !machine().race
 
 bool wait_for(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_done) {
   Machine& m = machine();
+  std::chrono::microseconds interval = MIN_SHARED_INTERVAL;
   for (;;) {
-    auto since = std::chrono::steady_clock::now() - m.last_enqueue;
-    bool is_all_work_in = since >= std::chrono::nanoseconds(m.config.patience_ns);
     if (m.failure != Failure::NONE) return false;
-    switch (run(is_done, is_all_work_in, UINT64_MAX)) {
+    uint64_t progress = m.progress_mark;
+    switch (run(is_done, is_all_work_in(), UINT64_MAX)) {
       case Outcome::DONE:
         if (is_idle()) forget_order();
         m.changed.notify_all();
         return !has_failed();
       case Outcome::FAILED: m.changed.notify_all(); return false;
-      case Outcome::STUCK: m.changed.wait_for(lock, RECHECK_INTERVAL); break;
+      case Outcome::STUCK:
+        interval = progress == m.progress_mark ? std::min(2 * interval, MAX_SHARED_INTERVAL) : MIN_SHARED_INTERVAL;
+        m.changed.wait_for(lock, shares_memory() ? interval : RECHECK_INTERVAL);
+        break;
     }
   }
 }
@@ -221,9 +244,7 @@ bool wait_for(std::unique_lock<std::mutex>& lock, const std::function<bool()>& i
 bool poll_for(const std::function<bool()>& is_done) {
   constexpr uint64_t SWITCHES_PER_QUERY = 500;
   Machine& m = machine();
-  auto since = std::chrono::steady_clock::now() - m.last_enqueue;
-  bool is_all_work_in = since >= std::chrono::nanoseconds(m.config.patience_ns);
-  return m.failure == Failure::NONE && run(is_done, is_all_work_in, SWITCHES_PER_QUERY) == Outcome::DONE;
+  return m.failure == Failure::NONE && run(is_done, is_all_work_in(), SWITCHES_PER_QUERY) == Outcome::DONE;
 }
 
 void configure(const Config& config) {
@@ -246,6 +267,7 @@ void configure(const Config& config) {
   std::fill(m.sc_commit, m.sc_commit + 3, 0);
   m.clock_ns = m.progress_mark = m.num_threads_done = 0;
   m.rechecks = m.jumps_in_a_row = 0;
+  m.configured = steady_clock::now();
   m.memory.flush_quarantine();
 }
 

@@ -6,6 +6,15 @@
 //!
 //! A run is a function of the seed and of the sequence of calls from one host thread.
 //!
+//! # Several processes
+//!
+//! Each process has a machine of its own, with the same devices. Memory that one exports and others import
+//! (`cuMemExportToShareableHandle`) is really shared: a store that becomes visible is there for all. While a process
+//! has such memory mapped, its threads that poll look again and again, and its clock does not jump: it runs with the
+//! host's, so that limits end waits for a process that is gone. What others do is not part of the
+//! seed's choices, nor of the search for races and for reads of memory never written. A standstill is a deadlock only
+//! after 30 seconds, or after [`Config::patience`] if that is longer.
+//!
 //! # What it does not model
 //!
 //! * Load buffering: PTX lets two threads that each load and then store see each other's store; here they don't.
@@ -145,6 +154,10 @@ pub struct Report {
     pub num_modules: u64,
     /// What the fake driver did since the machine was configured, and what else it has lent.
     pub driver: DriverCounts,
+    /// Handles of memory that processes share.
+    pub num_memory_handles: u64,
+    /// Address ranges reserved to map memory at.
+    pub num_reservations: u64,
 }
 
 impl Report {
@@ -176,6 +189,8 @@ pub fn report() -> Report {
             num_streams: raw.streams,
             num_modules: raw.modules,
             driver: faults::counts(),
+            num_memory_handles: raw.memory_handles,
+            num_reservations: raw.reservations,
         }
     }
 }
@@ -196,6 +211,27 @@ pub fn kernels() -> Vec<String> {
 pub fn override_grid(device: Option<usize>, blocks: u32) {
     // SAFETY: any values are allowed.
     unsafe { (library().override_grid)(device.map_or(-1, |d| d as c_int), blocks) }
+}
+
+/// What can go wrong with memory that processes share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SharingFault {
+    /// Nothing does.
+    None,
+    /// The devices cannot share memory.
+    Unsupported,
+    /// The process is killed when it exports memory.
+    DiesInExport,
+    /// Memory can be mapped once, but not again while it is.
+    FailsToMap,
+    /// What is imported is other memory than what was exported.
+    ImportsOtherMemory,
+}
+
+/// Lets that go wrong from now on.
+pub fn break_sharing(fault: SharingFault) {
+    // SAFETY: any value is allowed.
+    unsafe { (library().break_sharing)(fault as c_int) }
 }
 
 /// The one machine of the process, to oneself.

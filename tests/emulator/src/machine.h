@@ -262,7 +262,7 @@ struct Machine {
 
   std::mutex mutex;
   std::condition_variable changed;  // something was enqueued, or a wait ended
-  std::chrono::steady_clock::time_point last_enqueue;
+  std::chrono::steady_clock::time_point last_enqueue, last_progress, configured;
 
   uint64_t peers_enabled[MAX_DEVICES] = {};  // bit p of [d]: device d may access device p
   bool checks_peers = false;

@@ -23,6 +23,29 @@ Allocation* Memory::find(const void* p) {
   return &allocations_[size_t(owner_[page])];
 }
 
+bool Memory::extend(size_t end) {
+  constexpr size_t STEP = size_t(64) << 20;
+  if (end > RESERVED) return false;
+  if (end > mapped_) {
+    size_t new_mapped = std::min(RESERVED, (end + STEP - 1) / STEP * STEP);
+    if (mprotect(arena_ + mapped_, new_mapped - mapped_, PROT_READ | PROT_WRITE) != 0) return false;
+    mapped_ = new_mapped;
+  }
+  top_ = end;
+  owner_.resize(top_ / PAGE, -1);
+  return true;
+}
+
+int32_t Memory::take_id() {
+  if (free_ids_.empty()) {
+    allocations_.emplace_back();
+    return int32_t(allocations_.size() - 1);
+  }
+  int32_t id = free_ids_.back();
+  free_ids_.pop_back();
+  return id;
+}
+
 char* Memory::allocate(int device, size_t bytes, Space space, bool tracks_writes) {
   size_t num_pages = (bytes + PAGE - 1) / PAGE + 1;  // one for the gap
   if (num_pages > 16) {                              // few sizes, so that freed runs find a new user
@@ -36,26 +59,10 @@ char* Memory::allocate(int device, size_t bytes, Space space, bool tracks_writes
     first_page = runs.back();
     runs.pop_back();
   } else {
-    constexpr size_t STEP = size_t(64) << 20;
     first_page = top_ / PAGE;
-    size_t end = top_ + num_pages * PAGE;
-    if (end > RESERVED) return nullptr;
-    if (end > mapped_) {
-      size_t new_mapped = std::min(RESERVED, (end + STEP - 1) / STEP * STEP);
-      if (mprotect(arena_ + mapped_, new_mapped - mapped_, PROT_READ | PROT_WRITE) != 0) return nullptr;
-      mapped_ = new_mapped;
-    }
-    top_ = end;
-    owner_.resize(top_ / PAGE, -1);
+    if (!extend(top_ + num_pages * PAGE)) return nullptr;
   }
-  int32_t id;
-  if (free_ids_.empty()) {
-    id = int32_t(allocations_.size());
-    allocations_.emplace_back();
-  } else {
-    id = free_ids_.back();
-    free_ids_.pop_back();
-  }
+  int32_t id = take_id();
   Allocation& a = allocations_[size_t(id)];
   a.base = arena_ + first_page * PAGE;
   a.bytes = bytes;
@@ -64,6 +71,7 @@ char* Memory::allocate(int device, size_t bytes, Space space, bool tracks_writes
   a.device = device;
   a.space = space;
   a.is_live = true;
+  a.is_reservation = false;
   a.written.reset(tracks_writes ? static_cast<uint8_t*>(std::calloc((bytes + 7) / 8, 1)) : nullptr);
   std::memset(a.base, POISON, bytes);
   std::fill_n(owner_.begin() + ptrdiff_t(first_page), num_pages, id);
@@ -73,7 +81,7 @@ char* Memory::allocate(int device, size_t bytes, Space space, bool tracks_writes
 
 bool Memory::free(void* p) {
   Allocation* a = contains(p) ? find(p) : nullptr;
-  if (!a || !a->is_live || a->base != p) return false;
+  if (!a || !a->is_live || a->base != p || a->is_reservation) return false;
   a->is_live = false;
   num_live_[size_t(a->space)]--;
   if (a->space == Space::SHARED) {
@@ -98,6 +106,81 @@ size_t Memory::live_bytes(int device, Space space) const {
     if (a.is_live && a.device == device && a.space == space) bytes += a.bytes;
   }
   return bytes;
+}
+
+char* Memory::reserve(size_t bytes) {
+  if (bytes == 0 || bytes % GRANULARITY) return nullptr;
+  size_t first_page;
+  std::vector<size_t>& runs = free_reservations_[bytes];
+  if (!runs.empty()) {
+    first_page = runs.back();
+    runs.pop_back();
+  } else {
+    uintptr_t top = reinterpret_cast<uintptr_t>(arena_ + top_);
+    size_t begin = top_ + (GRANULARITY - top % GRANULARITY) % GRANULARITY;
+    if (!extend(begin + bytes + PAGE)) return nullptr;  // and a gap
+    if (mprotect(arena_ + begin, bytes, PROT_NONE) != 0) return nullptr;
+    first_page = begin / PAGE;
+  }
+  int32_t id = take_id();
+  Allocation& a = allocations_[size_t(id)];
+  a.base = arena_ + first_page * PAGE;
+  a.bytes = bytes;
+  a.first_page = first_page;
+  a.num_pages = bytes / PAGE;
+  a.space = Space::DEVICE;
+  a.is_live = false;
+  a.is_reservation = true;
+  a.accessible = 0;
+  std::fill_n(owner_.begin() + ptrdiff_t(first_page), a.num_pages, id);
+  num_reservations_++;
+  return a.base;
+}
+
+Allocation* Memory::reservation(void* p, size_t bytes) {
+  Allocation* a = contains(p) ? find(p) : nullptr;
+  return a && a->is_reservation && a->base == p && a->bytes == bytes ? a : nullptr;
+}
+
+bool Memory::unreserve(void* p, size_t bytes) {
+  Allocation* a = reservation(p, bytes);
+  if (!a || a->is_live) return false;
+  a->shadow.reset();
+  free_ids_.push_back(owner_[a->first_page]);
+  free_reservations_[bytes].push_back(a->first_page);
+  std::fill_n(owner_.begin() + ptrdiff_t(a->first_page), a->num_pages, -1);
+  num_reservations_--;
+  return true;
+}
+
+bool Memory::map(void* p, size_t bytes, int file, int device) {
+  Allocation* a = reservation(p, bytes);
+  if (!a || a->is_live) return false;
+  if (mmap(p, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) return false;
+  a->is_live = true;
+  a->device = device;
+  a->accessible = 0;
+  num_live_[size_t(Space::DEVICE)]++;
+  num_mapped_++;
+  return true;
+}
+
+bool Memory::unmap(void* p, size_t bytes) {
+  Allocation* a = reservation(p, bytes);
+  if (!a || !a->is_live) return false;
+  constexpr int NOTHING = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  if (mmap(p, bytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0) == MAP_FAILED) return false;
+  a->is_live = false;
+  num_live_[size_t(Space::DEVICE)]--;
+  num_mapped_--;
+  return true;
+}
+
+bool Memory::allow(void* p, size_t bytes, int device) {
+  Allocation* a = reservation(p, bytes);
+  if (!a || !a->is_live || mprotect(p, bytes, PROT_READ | PROT_WRITE) != 0) return false;
+  a->accessible |= uint64_t(1) << device;
+  return true;
 }
 
 void Memory::flush_quarantine() {

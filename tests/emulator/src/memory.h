@@ -36,6 +36,9 @@ struct Allocation {
   int device = 0;
   Space space = Space::DEVICE;
   bool is_live = false;
+  // Addresses that memory is mapped at, and by which devices it may then be accessed (a bit for each).
+  bool is_reservation = false;
+  uint64_t accessible = 0;
   // Both by calloc, which costs nothing for what is never touched. Null where not tracked.
   std::unique_ptr<ShadowCell[], CallocFree> shadow;
   std::unique_ptr<uint8_t[], CallocFree> written;  // a bit for each byte
@@ -52,6 +55,18 @@ class Memory {
   char* allocate(int device, size_t bytes, Space space, bool tracks_writes);
   // False if `p` is not the base of a live allocation.
   bool free(void* p);
+
+  // Addresses without memory, aligned to their granularity; and memory of a file, which other processes map too, at
+  // them. All are of whole reservations. Null or false where that is impossible.
+  static constexpr size_t GRANULARITY = size_t(2) << 20;
+  char* reserve(size_t bytes);
+  bool unreserve(void* p, size_t bytes);
+  bool map(void* p, size_t bytes, int file, int device);
+  bool unmap(void* p, size_t bytes);
+  bool allow(void* p, size_t bytes, int device);
+  size_t num_reservations() const { return num_reservations_; }
+  size_t num_mapped() const { return num_mapped_; }
+
   // Freed device memory is not reused until then, so that a use after free is noticed.
   void flush_quarantine();
   size_t num_live(Space space) const { return num_live_[size_t(space)]; }
@@ -67,6 +82,9 @@ class Memory {
   static constexpr size_t RESERVED = size_t(64) << 30;
   static constexpr uint8_t POISON = 0xFF;
   void recycle(Allocation& a);
+  bool extend(size_t end);
+  int32_t take_id();
+  Allocation* reservation(void* p, size_t bytes);
 
   char* arena_;
   size_t mapped_ = 0, top_ = 0;
@@ -77,6 +95,8 @@ class Memory {
   std::deque<int32_t> quarantine_;
   size_t quarantine_bytes_ = 0;
   size_t num_live_[3] = {};
+  std::map<size_t, std::vector<size_t>> free_reservations_;  // by bytes: first pages
+  size_t num_reservations_ = 0, num_mapped_ = 0;
 };
 
 }  // namespace emulator

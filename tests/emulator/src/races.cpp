@@ -49,7 +49,8 @@ void check_bounds(const char* p, size_t bytes, uint8_t flags, const void* pc) {
   const Allocation* a = m.memory.contains(p) ? m.memory.find(p) : nullptr;
   if (!a || p < a->base || p + bytes > a->base + a->bytes) refuse("out-of-bounds");
   if (!a->is_live) refuse("use after free:");
-  bool is_foreign = a->space == Space::DEVICE && a->device != device_of(t);
+  if (a->is_reservation && !(a->accessible >> device_of(t) & 1)) refuse("no access allowed for a");
+  bool is_foreign = !a->is_reservation && a->space == Space::DEVICE && a->device != device_of(t);
   if (is_foreign && m.checks_peers && !(m.peers_enabled[device_of(t)] >> a->device & 1)) {
     refuse("no peer access enabled for a");
   }

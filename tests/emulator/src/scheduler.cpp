@@ -223,6 +223,7 @@ void note_progress() {
   uint64_t progress = m.num_changes + m.num_threads_done;
   if (progress == m.progress_mark) return;
   m.progress_mark = progress;
+  m.last_progress = std::chrono::steady_clock::now();
   m.rechecks = 0;
   m.jumps_in_a_row = 0;
 }

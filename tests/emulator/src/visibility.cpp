@@ -21,6 +21,20 @@ uint32_t read_word(uintptr_t word) {
   std::memcpy(&value, reinterpret_cast<void*>(word), 4);
   return value;
 }
+template <class Word>
+void copy_word(void* to, const void* from) {
+  Word word;
+  __atomic_load(static_cast<const Word*>(from), &word, __ATOMIC_RELAXED);
+  __atomic_store(static_cast<Word*>(to), &word, __ATOMIC_RELAXED);
+}
+// Whole words, since another process may be at them, too.
+void copy_words(void* to, const void* from, int bytes) {
+  if (bytes == 8) return copy_word<uint64_t>(to, from);
+  if (bytes % 4) return void(std::memcpy(to, from, size_t(bytes)));
+  for (int i = 0; i < bytes; i += 4) {
+    copy_word<uint32_t>(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
+  }
+}
 bool overlaps(const PendingStore& s, const char* p, size_t bytes) {
   return s.p < p + bytes && p < s.p + s.bytes;
 }
@@ -392,7 +406,7 @@ void emu::emu_load(const void* address, void* out, int bytes, int unit, int orde
   m.stats.strong_accesses++;
   if (m.is_direct) {
     park_if_failed_poll(p, bytes);
-    std::memcpy(out, p, size_t(bytes));
+    copy_words(out, p, bytes);
     note_poll(p, bytes, false);
     return;
   }
@@ -418,7 +432,7 @@ void emu::emu_store(void* address, const void* value, int bytes, int unit, int o
   char* p = static_cast<char*>(address);
   m.stats.strong_accesses++;
   if (m.is_direct) {
-    std::memcpy(p, value, size_t(bytes));
+    copy_words(p, value, bytes);
     m.num_changes++;
     wake_waiters(p, size_t(bytes));
     end_polling(self());

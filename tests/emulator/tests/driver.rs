@@ -311,6 +311,99 @@ fn pinned_memory_is_the_devices_too() {
     }
 }
 
+/// Memory that is mapped at two addresses, as two processes map it: handles, access, order of undoing, and time.
+#[test]
+fn memory_is_shared_through_descriptors() {
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use sys::{CUmemAllocationHandleType_enum as HandleType, CUmemAllocationType_enum as Type};
+    const SIZE: usize = 2 << 20;
+    let _machine = emulator(&Config::checked(1));
+    let (mut near, mut far) = (Device::new(0).expect("a device"), Device::new(1).expect("a device"));
+    near.stream.synchronize().expect("its buffers are filled");
+    far.stream.synchronize().expect("its buffers are filled");
+    let location = |id| sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id };
+    let descriptor = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    // SAFETY: zero is "none" in all fields that are not set.
+    let mut kind: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    kind.type_ = Type::CU_MEM_ALLOCATION_TYPE_PINNED;
+    kind.requestedHandleTypes = descriptor;
+    kind.location = location(0);
+    let import = |fd: i32, handle: &mut u64| {
+        let fd = std::ptr::without_provenance_mut(fd as usize);
+        // SAFETY: the pointer to the handle is valid.
+        code(unsafe { sys::cuMemImportFromShareableHandle(handle, fd, descriptor).result() })
+    };
+    let reserve = || {
+        let mut address = 0;
+        // SAFETY: the pointer is valid.
+        assert_eq!(code(unsafe { sys::cuMemAddressReserve(&mut address, SIZE, 0, 0, 0).result() }), 0);
+        address
+    };
+    // SAFETY: of memory that nobody uses yet, or that must be refused.
+    let map = |address, handle| code(unsafe { sys::cuMemMap(address, SIZE, 0, handle, 0).result() });
+    let allow = |address, device| {
+        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let access = sys::CUmemAccessDesc { location: location(device), flags };
+        // SAFETY: one description.
+        code(unsafe { sys::cuMemSetAccess(address, SIZE, &access, 1).result() })
+    };
+    let (mut own, mut imported, mut number) = (0, 0, -1i32);
+    // SAFETY: all pointers are valid for their calls.
+    let fd = unsafe {
+        assert_eq!(code(sys::cuMemCreate(&mut own, 4096, &kind, 0).result()), 1, "no whole granule");
+        assert_eq!(code(sys::cuMemCreate(&mut own, SIZE, &kind, 0).result()), 0);
+        let place = (&raw mut number).cast();
+        assert_eq!(code(sys::cuMemExportToShareableHandle(place, own, descriptor, 0).result()), 0);
+        OwnedFd::from_raw_fd(number)
+    };
+    let null = std::fs::File::open("/dev/null").expect("it is there");
+    assert_eq!(import(null.as_raw_fd(), &mut imported), 1, "other files are not memory");
+    assert_eq!(import(fd.as_raw_fd(), &mut imported), 0);
+    drop(fd);
+    let (a, b) = (reserve(), reserve());
+    assert_eq!((map(a, own), map(b, imported), map(b, imported)), (0, 0, 1));
+    // SAFETY: made above, and released once; what is mapped stays.
+    unsafe {
+        assert_eq!(code(sys::cuMemRelease(own).result()), 0);
+        assert_eq!(code(sys::cuMemRelease(imported).result()), 0);
+        near.context.bind_to_thread().expect("the context is alive");
+        assert_eq!(code(result::memset_d8_sync(a, 7, 64)), 1, "no access yet");
+        assert_eq!((allow(a, 0), allow(b, 1), allow(b, 99)), (0, 0, 101));
+        assert_eq!(code(result::memset_d8_sync(a, 7, 64)), 0);
+        assert_eq!(code(sys::cuMemAddressFree(a, SIZE).result()), 1, "still mapped");
+        assert_eq!(code(result::free_sync(a)), 1, "not allocated");
+    }
+    // A kernel sees at one address what was written at the other, where its device has access.
+    let argument = Check { a: b, ..far.argument(READ) };
+    far.launch_on(&far.stream, &argument, 1).expect("launched");
+    assert_eq!(far.stream.clone_dtoh(&far.result).expect("copied")[0], 0x0707_0707);
+    // The clock runs with the host's and does not jump.
+    let limit = Duration::from_millis(50);
+    let wait = Check { limit: limit.as_nanos() as u64, ..near.argument(BOUNDED_WAIT) };
+    let started = std::time::Instant::now();
+    near.launch_on(&near.stream, &wait, 32).expect("launched");
+    near.stream.synchronize().expect("the wait ends");
+    assert!(started.elapsed() >= limit && started.elapsed() < Duration::from_secs(20));
+    assert_eq!(report().stats.num_clock_jumps, 0);
+
+    let argument = Check { a, ..far.argument(READ) };
+    far.launch_on(&far.stream, &argument, 1).expect("launched");
+    assert_eq!(code(far.stream.synchronize()), 700);
+    let error = report().error.expect("an error");
+    assert!(error.contains("no access allowed"), "{error}");
+    configure(&Config::checked(1));
+    // SAFETY: undone once each, and used by nobody.
+    unsafe {
+        for address in [a, b] {
+            assert_eq!(code(sys::cuMemUnmap(address, SIZE).result()), 0);
+            assert_eq!(code(sys::cuMemUnmap(address, SIZE).result()), 1);
+            assert_eq!(code(result::memset_d8_sync(address, 7, 64)), 1, "nothing is there");
+            assert_eq!(code(sys::cuMemAddressFree(address, SIZE).result()), 0);
+        }
+    }
+    assert_eq!((report().num_memory_handles, report().num_reservations), (0, 0));
+}
+
 #[test]
 fn dropping_everything_leaves_nothing() {
     let _machine = emulator(&Config::checked(1));
