@@ -71,7 +71,8 @@ EV_DEVICE uint32_t list_path(const DraftSource& source, const EvDraftRow& row, c
   const EvTokenCount* const text = reinterpret_cast<const EvTokenCount*>(source.words(filter.text));
   for (uint32_t i = threadIdx.x; i < filter.num_text; i += blockDim.x) {
     for (uint32_t j = 0; j < length; j++) {
-      if (path[j].token == text[i].token) path[j].count += text[i].count;  // the text has a token once
+      if (path[j].token != text[i].token) continue;
+      path[j].count += text[i].count;  // the text has a token once
     }
   }
   __syncthreads();
@@ -89,7 +90,7 @@ EV_DEVICE void filter(const EvDraft& a) {
   EvChooseRow own = reinterpret_cast<const EvChooseRow*>(a.filters)[request.filter];
   if (own.top_k >= a.draft_vocab) own.top_k = 0;
   const DraftSource source{a, r};
-  own.num_path = own.num_text == 0 ? 0 : list_path(source, row, own, path_length[0]);
+  own.num_path = own.num_text == 0 ? 0u : list_path(source, row, own, path_length[0]);
   RowFilter<DraftSource> block{source, own, shared, 0, (a.draft_vocab + 7) / 8};
   const float largest = block.store_all();
   float threshold = -kInfinity;

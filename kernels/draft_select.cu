@@ -206,7 +206,8 @@ struct Advance {
       }
     };
     each([&](uint32_t rank, uint32_t i, uint2 child) {
-      candidates()[num_before + i] = {target_token(a, child.y), row(rank).candidate, from_ordered_bits(child.x)};
+      candidates()[num_before + i] =
+          EvCandidate{target_token(a, child.y), row(rank).candidate, from_ordered_bits(child.x)};
     });
     const uint32_t num_next = a.level < request.depth ? (count < request.width ? count : request.width) : 0;
     EvDraftRow* const next = reinterpret_cast<EvDraftRow*>(a.next_rows) + size_t(blockIdx.x) * a.width;

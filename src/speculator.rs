@@ -266,6 +266,8 @@ impl<B: Backend> Speculator<B> {
         let log_prob =
             log_prob.map(|count| backend.log_prob(logits, self.vocab, 0, token, count)).transpose()?;
         request.prompt_len = Some(prompt_len);
+        // So that no later step allocates.
+        text.committed.reserve(request.options.max_new_tokens.min(self.config.max_len - prompt_len));
         text.committed.push(token);
         self.states[slot].next_tokens.push(token);
         let finished = if request.options.stop_tokens.contains(&token) {

@@ -1,131 +1,23 @@
 //! The draft head on a GPU, over the emulated driver, against the CPU backend: the same candidates, the same
 //! verdicts and the same keys and values, whatever is drafted beside each other.
+#![cfg(feature = "cuda")]
 
 use cuda_emulator as emulator;
-use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::backend::cuda::Cuda;
 use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
-    BatchEntry, Coupling, DraftBudget, Eagle3Checkpoint, NodeId, RequestId, RequestOptions, Speculator,
-    SpeculatorConfig, TargetShape, TokenId, Verdict, VerifyBatch,
+    BatchEntry, Coupling, DraftBudget, NodeId, RequestId, RequestOptions, TokenId, VerifyBatch,
 };
 
 #[path = "common/backends.rs"]
 mod backends;
+#[path = "common/draft.rs"]
+mod draft;
 #[path = "common/toy.rs"]
 mod toy;
 
-use backends::Device;
-use toy::{HeadShape, Numbers};
-
-/// Rows in a page of the GPU's draft KV cache.
-const PAGE: usize = 16;
-
-/// A head whose vocabulary has more than one segment of columns, and no multiple of eight.
-fn large() -> HeadShape {
-    HeadShape {
-        target: TargetShape { hidden: 128, num_layers: 6, vocab: 2500 },
-        intermediate: 192,
-        num_heads: 6,
-        num_kv_heads: 2,
-        head_dim: 64,
-        draft_tokens: (0..2500).filter(|id| id % 9 != 4).take(2211).collect(),
-    }
-}
-
-fn small() -> HeadShape {
-    HeadShape {
-        target: TargetShape { hidden: 64, num_layers: 6, vocab: 64 },
-        intermediate: 96,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 32,
-        draft_tokens: (0..64).filter(|id| id % 5 != 3).collect(),
-    }
-}
-
-/// Numbers that a text gives, whoever asks.
-fn numbers(text: &[TokenId], salt: u64) -> Numbers {
-    let mix = |hash: u64, token: &TokenId| Numbers::new(hash ^ u64::from(token.0 + 1)).next_u64();
-    Numbers::new(text.iter().fold(salt, mix))
-}
-
-/// An engine with a made-up target that likes some drafts.
-struct Engine<D: Device> {
-    device: D,
-    speculator: Speculator<D>,
-    shape: HeadShape,
-}
-
-impl<D: Device> Engine<D> {
-    fn new(shape: HeadShape, max_requests: usize, max_len: usize) -> Self {
-        let device = D::open();
-        let files = toy::random_head(&shape, 7);
-        let head = Eagle3Checkpoint::from_bytes(&files.config_bytes(), &files.tensor_bytes(), shape.target);
-        let table = Numbers::new(99).floats(shape.target.vocab * shape.target.hidden);
-        let table = device.embedding(&table, shape.target.hidden);
-        let config = SpeculatorConfig { max_requests, max_len };
-        let speculator = Speculator::new(device.clone(), &head.unwrap(), Some(table), config).unwrap();
-        Self { device, speculator, shape }
-    }
-
-    fn features(&self, text: &[TokenId], start: usize) -> Vec<f32> {
-        let width = 3 * self.shape.target.hidden;
-        (start..text.len()).flat_map(|i| numbers(&text[i.saturating_sub(3)..=i], 2).floats(width)).collect()
-    }
-
-    fn logits(&self, text: &[TokenId]) -> Vec<f32> {
-        let mut logits = numbers(&text[text.len().saturating_sub(3)..], 1).floats(self.shape.target.vocab);
-        logits.iter_mut().for_each(|logit| *logit *= 4.0);
-        logits
-    }
-
-    fn admit(&mut self, id: u64, prompt: &[TokenId], options: RequestOptions) {
-        let id = RequestId(id);
-        self.speculator.admit(id, options).unwrap();
-        self.prefill(id, prompt);
-        let logits = self.device.floats(&self.logits(prompt));
-        self.speculator.begin(id, D::view(&logits)).unwrap();
-    }
-
-    fn prefill(&mut self, id: RequestId, prompt: &[TokenId]) {
-        let mut start = 0;
-        for tokens in prompt.chunks(100) {
-            let features = self.features(&prompt[..start + tokens.len()], start);
-            let features = self.device.floats(&features);
-            self.speculator.prefill(id, tokens, D::view(&features)).unwrap();
-            start += tokens.len();
-        }
-    }
-
-    /// Logits and features of a batch. Of every four nodes with children, three like one of them.
-    fn forward(&self, batch: &VerifyBatch) -> (Vec<f32>, Vec<f32>) {
-        let (mut all_logits, mut all_features) = (Vec::new(), Vec::new());
-        for entry in batch.entries() {
-            let committed = self.speculator.committed(entry.request()).unwrap();
-            let tree = entry.tree();
-            for node in tree.nodes() {
-                let path = tree.ancestors(node).iter().skip(1).map(|i| tree.tokens()[i]);
-                let text: Vec<TokenId> = committed.iter().copied().chain(path).collect();
-                let mut logits = self.logits(&text);
-                let children: Vec<NodeId> = tree.children(node).collect();
-                let pick = numbers(&text, 3).next_u64() as usize;
-                if !children.is_empty() && !pick.is_multiple_of(4) {
-                    logits[tree.token(children[pick / 4 % children.len()]).0 as usize] += 30.0;
-                }
-                all_logits.extend(logits);
-                all_features.extend(self.features(&text, text.len() - 1));
-            }
-        }
-        (all_logits, all_features)
-    }
-
-    fn accept(&mut self, batch: &VerifyBatch) -> Vec<Verdict> {
-        let (logits, features) = self.forward(batch);
-        let (logits, features) = (self.device.floats(&logits), self.device.floats(&features));
-        self.speculator.accept(batch, D::view(&logits), D::view(&features)).unwrap().to_vec()
-    }
-}
+use backends::{Device, emulated};
+use draft::{Both, Engine, HeadShape, PAGE, assert_same_drafts, large, options, samplings, small};
 
 /// Bits of all KV memory are those of NaN: what is read unwritten shows.
 fn poison(engine: &mut Engine<Cuda>) {
@@ -135,90 +27,10 @@ fn poison(engine: &mut Engine<Cuda>) {
     }
 }
 
-/// The same scenario on both.
-struct Both {
-    cpu: Engine<Cpu>,
-    cuda: Engine<Cuda>,
-    ids: Vec<RequestId>,
-    cpu_batch: VerifyBatch,
-    cuda_batch: VerifyBatch,
-    num_drafts: usize,
-    num_correct: usize,
-}
-
-impl Both {
-    fn new(shape: fn() -> HeadShape, max_requests: usize, max_len: usize) -> Self {
-        let mut cuda = Engine::new(shape(), max_requests, max_len);
-        poison(&mut cuda);
-        Self {
-            cpu: Engine::new(shape(), max_requests, max_len),
-            cuda,
-            ids: Vec::new(),
-            cpu_batch: VerifyBatch::new(),
-            cuda_batch: VerifyBatch::new(),
-            num_drafts: 0,
-            num_correct: 0,
-        }
-    }
-
-    fn admit(&mut self, prompt_len: usize, options: RequestOptions) {
-        let id = self.ids.len() as u64;
-        let mut numbers = Numbers::new(id);
-        let vocab = self.cpu.shape.target.vocab as u64;
-        let prompt: Vec<TokenId> =
-            (0..prompt_len).map(|_| TokenId((numbers.next_u64() % vocab) as u32)).collect();
-        self.cpu.admit(id, &prompt, options.clone());
-        self.cuda.admit(id, &prompt, options);
-        self.ids.push(RequestId(id));
-    }
-
-    /// Drafts and verifies for the requests that go on, and compares.
-    fn step(&mut self) {
-        self.cpu.speculator.propose(&self.ids, &mut self.cpu_batch).unwrap();
-        self.cuda.speculator.propose(&self.ids, &mut self.cuda_batch).unwrap();
-        self.compare();
-    }
-
-    fn compare(&mut self) {
-        assert_same_drafts(&self.cpu_batch, &self.cuda_batch);
-        let verdicts = self.cpu.accept(&self.cpu_batch);
-        let on_device = self.cuda.accept(&self.cuda_batch);
-        for (a, b) in verdicts.iter().zip(&on_device) {
-            assert_eq!((&a.path, &a.emitted), (&b.path, &b.emitted));
-            assert_eq!(a.finished.is_some(), b.finished.is_some());
-            self.num_correct += a.path.len() - 1;
-        }
-        self.num_drafts += self.cpu_batch.num_rows() - self.cpu_batch.entries().len();
-        self.ids.retain(|id| !verdicts.iter().any(|v| v.request == *id && v.finished.is_some()));
-    }
-
-    fn compare_kv(&self) {
-        for id in &self.ids {
-            let a = self.cpu.speculator.draft_kv(*id).unwrap();
-            let b = self.cuda.speculator.draft_kv(*id).unwrap();
-            assert_eq!(a.len(), b.len());
-            for (a, b) in a.iter().zip(&b) {
-                assert!((a - b).abs() <= 2e-4 * a.abs().max(1.0), "{a} and {b}");
-            }
-        }
-    }
-}
-
-/// The same trees, with confidences that differ by a thousandth at most.
-fn assert_same_drafts(cpu: &VerifyBatch, cuda: &VerifyBatch) {
-    assert_eq!(cpu.entries().len(), cuda.entries().len());
-    for (cpu, cuda) in cpu.entries().iter().zip(cuda.entries()) {
-        assert_eq!(cpu.confidences().len(), cuda.confidences().len());
-        for (a, b) in cpu.confidences().iter().zip(cuda.confidences()) {
-            assert!((a - b).abs() <= 1e-3 * a.abs(), "{a} and {b}");
-        }
-        assert_eq!(cpu.tree(), cuda.tree());
-    }
-}
-
-fn options(budget: (usize, usize, usize), sampling: SamplingParams) -> RequestOptions {
-    let budget = DraftBudget::new(budget.0, budget.1, budget.2).unwrap();
-    RequestOptions { max_new_tokens: 200, budget, sampling, ..RequestOptions::default() }
+fn poisoned(shape: fn() -> HeadShape, max_requests: usize, max_len: usize) -> Both {
+    let mut both = Both::new(&emulated(), shape, max_requests, max_len);
+    poison(&mut both.cuda);
+    both
 }
 
 fn exclusive(config: emulator::Config) -> impl Drop {
@@ -240,7 +52,7 @@ fn every_batch_width_and_depth() {
     let prompt_lens = [1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 1, 70, 5];
     let (mut num_drafts, mut num_correct) = (0, 0);
     for (round, batch) in [0, 1, 2, 3, 5, 8, 16, 33].into_iter().enumerate() {
-        let mut both = Both::new(small, batch.max(1), 400);
+        let mut both = poisoned(small, batch.max(1), 400);
         for i in 0..batch {
             let (width, depth) = (widths[(i + round) % widths.len()], 1 + (i * 3 + round) % 8);
             let nodes = if i % 3 == 0 { 256 } else { 2 + 5 * width };
@@ -263,7 +75,7 @@ fn every_batch_width_and_depth() {
 #[test]
 fn every_width_with_every_depth() {
     let _machine = exclusive(fast());
-    let mut both = Both::new(small, 1, 400);
+    let mut both = poisoned(small, 1, 400);
     both.admit(20, options((1, 1, 2), SamplingParams::default()));
     for width in [1, 2, 4, 8, 10] {
         for depth in 1..=8 {
@@ -281,7 +93,7 @@ fn every_width_with_every_depth() {
 fn long_prefixes() {
     let _machine = exclusive(fast());
     for prompt_len in [255, 256, 257, 700, 8192 + PAGE - 1] {
-        let mut both = Both::new(large, 1, prompt_len + 100);
+        let mut both = poisoned(large, 1, prompt_len + 100);
         both.admit(prompt_len, options((4, 3, 64), SamplingParams::default()));
         both.step();
         both.step();
@@ -289,33 +101,12 @@ fn long_prefixes() {
     }
 }
 
-fn samplings() -> Vec<SamplingParams> {
-    let base = SamplingParams { temperature: 0.8, seed: 5, ..SamplingParams::default() };
-    let bias = vec![(TokenId(7), 3.0), (TokenId(8), -5.0), (TokenId(3), 2.0)];
-    vec![
-        SamplingParams::default(),
-        base.clone(),
-        SamplingParams { top_k: 12, ..base.clone() },
-        SamplingParams { top_p: 0.6, min_p: 0.02, ..base.clone() },
-        SamplingParams { repetition_penalty: 1.6, frequency_penalty: 0.4, ..base.clone() },
-        SamplingParams { temperature: 0.0, presence_penalty: 1.0, logit_bias: bias.clone(), ..base.clone() },
-        SamplingParams {
-            temperature: 1.3,
-            top_k: 30,
-            top_p: 0.9,
-            frequency_penalty: 0.5,
-            logit_bias: bias,
-            ..base
-        },
-    ]
-}
-
 /// Noise, filters, penalties and bias, mixed in a batch; and the coupling's two numbers.
 #[test]
 fn sampled_requests() {
     let _machine = exclusive(fast());
     for shape in [small, large] {
-        let mut both = Both::new(shape, 8, 300);
+        let mut both = poisoned(shape, 8, 300);
         let couplings = [(1.0, 1.0), (0.5, 1.0), (0.0, 2.0), (1.0, 1.5)];
         for (i, sampling) in samplings().into_iter().enumerate() {
             let (noise_scale, confidence_temperature) = couplings[i % couplings.len()];
@@ -344,7 +135,7 @@ fn clear_some(last: TokenId, mask: &mut [u32]) -> bool {
 #[test]
 fn masked_requests() {
     let _machine = exclusive(fast());
-    let mut both = Both::new(small, 8, 300);
+    let mut both = poisoned(small, 8, 300);
     for (i, sampling) in samplings().into_iter().enumerate() {
         both.admit(10 + 3 * i, options((3, 4, 30), sampling));
     }
@@ -383,7 +174,7 @@ fn masked_requests() {
 #[test]
 fn broken_features_and_padding() {
     let _machine = exclusive(fast());
-    let mut both = Both::new(small, 8, 300);
+    let mut both = poisoned(small, 8, 300);
     both.cuda.speculator.draft_model().set_least_bucket(8);
     for i in 0..8 {
         both.admit(10 + i, options((4, 3, 30), SamplingParams::default()));
@@ -412,7 +203,7 @@ fn broken_features_and_padding() {
 #[test]
 fn chains_and_batches_of_one() {
     let _machine = exclusive(fast());
-    let mut engine = Engine::<Cuda>::new(small(), 5, 300);
+    let mut engine = Engine::new(emulated(), small(), 5, 300);
     let budgets = [(1, 5, 6), (4, 5, 256), (1, 5, 6), (8, 2, 30), (2, 7, 20)];
     let mut ids = Vec::new();
     for (i, budget) in budgets.into_iter().enumerate() {
@@ -446,7 +237,7 @@ fn chains_and_batches_of_one() {
 fn the_kv_is_that_of_a_fresh_prefill() {
     let _machine = exclusive(fast());
     let num_tokens = if std::env::var_os("EAGLE_VERIFY_LONG_RUNS").is_some() { 200 } else { 60 };
-    let mut engine = Engine::<Cuda>::new(small(), 3, 300);
+    let mut engine = Engine::new(emulated(), small(), 3, 300);
     poison(&mut engine);
     let prompt: Vec<TokenId> = (0..13).map(|j| TokenId(j * 5 % 64)).collect();
     engine.admit(0, &prompt, options((4, 3, 16), SamplingParams::default()));

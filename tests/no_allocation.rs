@@ -2,25 +2,34 @@
 //! chooser, once their like has been seen, nor those that move KV rows. In a process of its own, for its allocator.
 #![cfg(feature = "cuda")]
 
+#[path = "common/backends.rs"]
+mod backends;
 #[path = "common/collective.rs"]
 mod collective;
 #[path = "common/emulated.rs"]
 mod emulated;
+#[path = "common/toy.rs"]
+mod toy;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use backends::Device;
 use collective::*;
 use cuda_emulator as emulator;
 use cuda_emulator::DriverCounts;
-use eagle_verify::TokenId;
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::backend::cuda::{
-    ChooseRow, Chooser, ChooserConfig, KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove,
+    ChooseRow, Chooser, ChooserConfig, Cuda, KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove,
 };
 use eagle_verify::comm::{Group, NormOutputs, Quantized, Rendezvous, WorldSize};
 use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
+use eagle_verify::{
+    DraftBudget, Eagle3Checkpoint, RequestId, RequestOptions, Speculator, SpeculatorConfig, TokenId,
+    VerifyBatch,
+};
 use emulated::OnEmulator;
 use half::bf16;
 
@@ -46,6 +55,9 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// Allocations are counted of all threads, so one test runs at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
 /// Allocations of all threads while `body` runs.
 fn count(body: impl FnOnce()) -> usize {
     COUNT.store(0, Ordering::SeqCst);
@@ -57,6 +69,7 @@ fn count(body: impl FnOnce()) -> usize {
 
 #[test]
 fn calls_allocate_nothing() {
+    let _turn = TURN.lock();
     // The CPU group: two ranks in this very process.
     let cpu = Cpu::with_threads(1).unwrap();
     let rendezvous = Rendezvous::new(WorldSize::Two, Duration::from_secs(20));
@@ -164,4 +177,55 @@ fn calls_allocate_nothing() {
     assert_eq!(counted.num_uploads, after.num_uploads + 1);
     assert!(counted.num_host_syncs > after.num_host_syncs + 1, "its copy is of pageable memory");
     assert!(count(|| drop(std::hint::black_box(vec![1u8; 100]))) > 0);
+}
+
+/// Steps of a speculator on a GPU: nothing is allocated, on the host or the device, and the host waits twice.
+#[test]
+fn steps_on_a_gpu_allocate_nothing_and_wait_twice() {
+    let _turn = TURN.lock();
+    let _machine = emulator::exclusive();
+    emulator::configure(&emulator::Config { max_resident_blocks: 4, ..emulator::Config::fast() });
+    let cuda = backends::emulated();
+    let files = toy::head_files(7);
+    let head =
+        Eagle3Checkpoint::from_bytes(&files.config_bytes(), &files.tensor_bytes(), toy::TARGET).unwrap();
+    let table = cuda.embedding(&toy::embedding_table(), toy::TARGET.hidden);
+    let config = SpeculatorConfig { max_requests: 3, max_len: 300 };
+    let mut speculator = Speculator::new(cuda.clone(), &head, Some(table), config).unwrap();
+    let ids = [0, 1, 2].map(RequestId);
+    for id in ids {
+        let prompt = toy::prompt(20, id.0);
+        let budget = DraftBudget::new(2 + id.0 as usize, 3, 9).unwrap();
+        speculator.admit(id, RequestOptions { max_new_tokens: 200, budget, ..Default::default() }).unwrap();
+        let features = cuda.floats(&toy::features(&prompt, 0));
+        speculator.prefill(id, &prompt, Cuda::view(&features)).unwrap();
+        let logits = cuda.floats(&toy::logits(&prompt));
+        speculator.begin(id, Cuda::view(&logits)).unwrap();
+    }
+    let mut batch = VerifyBatch::new();
+    for step in 0..12 {
+        let before = emulator::report().driver;
+        let mut allocated = count(|| speculator.propose(&ids, &mut batch).unwrap());
+        let proposed = emulator::report().driver;
+        let (logits, features) = toy::forward(&batch, |i| speculator.committed(ids[i]).unwrap());
+        let (logits, features) = (cuda.floats(&logits), cuda.floats(&features));
+        let (logits, features) = (Cuda::view(&logits), Cuda::view(&features));
+        let uploaded = emulator::report().driver;
+        allocated += count(|| drop(speculator.accept(&batch, logits, features).unwrap()));
+        let after = emulator::report().driver;
+        let of = |counts: fn(&DriverCounts) -> u64| {
+            counts(&proposed) - counts(&before) + counts(&after) - counts(&uploaded)
+        };
+        assert_eq!(of(|driver| driver.num_host_syncs), 2, "step {step}");
+        if step >= 4 {
+            assert_eq!(allocated, 0, "step {step}");
+            assert_eq!(
+                of(|driver| driver.num_device_allocations + driver.num_host_allocations),
+                0,
+                "step {step}"
+            );
+            assert_eq!(of(|driver| driver.num_graph_launches), 1);
+            assert_eq!(of(|driver| driver.num_downloads), 2);
+        }
+    }
 }

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use cuda_emulator as emulator;
 use eagle_verify::Backend;
 use eagle_verify::backend::cpu::{self, Cpu};
 use eagle_verify::backend::cuda::{self, Buffer, Cuda};
@@ -11,7 +10,6 @@ use eagle_verify::backend::cuda::{self, Buffer, Cuda};
 /// A backend, and how an engine's numbers get to it.
 pub trait Device: Backend + Clone {
     type Floats;
-    fn open() -> Self;
     fn floats(&self, numbers: &[f32]) -> Self::Floats;
     fn view(floats: &Self::Floats) -> Self::View<'_>;
     fn embedding(&self, table: &[f32], hidden: usize) -> Self::Embedding;
@@ -20,9 +18,6 @@ pub trait Device: Backend + Clone {
 impl Device for Cpu {
     type Floats = Vec<f32>;
 
-    fn open() -> Self {
-        Cpu::with_threads(1).unwrap()
-    }
     fn floats(&self, numbers: &[f32]) -> Vec<f32> {
         numbers.to_vec()
     }
@@ -37,10 +32,6 @@ impl Device for Cpu {
 impl Device for Cuda {
     type Floats = Buffer<f32>;
 
-    fn open() -> Self {
-        emulator::install();
-        Cuda::with_kernels(0, &[("emulated", emulator::IMAGE)]).unwrap()
-    }
     fn floats(&self, numbers: &[f32]) -> Buffer<f32> {
         self.upload(numbers).unwrap()
     }
@@ -50,4 +41,10 @@ impl Device for Cuda {
     fn embedding(&self, table: &[f32], hidden: usize) -> cuda::Embedding {
         cuda::Embedding::new(self.upload(table).unwrap(), hidden).unwrap()
     }
+}
+
+/// A device of the emulator.
+pub fn emulated() -> Cuda {
+    cuda_emulator::install();
+    Cuda::with_kernels(0, &[("emulated", cuda_emulator::IMAGE)]).unwrap()
 }
