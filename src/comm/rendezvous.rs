@@ -72,8 +72,10 @@ impl Rendezvous {
     /// for each start of the engine, such as its launcher's process ID. What a killed rank 0 left there is replaced.
     /// In containers, the ranks share the directory.
     ///
-    /// The connections last as long as this value. While they do, the end of a rank is noticed at once, and not
-    /// by the time limit; after the group has formed nothing needs them.
+    /// While a group forms, the end of a rank's process is noticed at once. After that nothing needs this value, and
+    /// it may be dropped: a rank that is lost then is noticed by the calls, as [`GroupConfig::time_limit`] says.
+    ///
+    /// [`GroupConfig::time_limit`]: super::GroupConfig::time_limit
     ///
     /// ```no_run
     /// # #[cfg(feature = "cuda")]
