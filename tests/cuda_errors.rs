@@ -394,9 +394,8 @@ fn a_group_of_two_devices() {
     let ones = [0, 1].map(|rank| ranks[rank].0.upload(&[bf16::ONE; 64]).unwrap());
     let mut outputs = [0, 1].map(|rank| ranks[rank].0.alloc::<bf16>(64).unwrap());
     emulator::fail(Some("cuLaunchKernel"), 2, OPERATING_SYSTEM);
-    let calls: Vec<Result<()>> = (0..2)
-        .map(|rank| ranks[rank].1.all_reduce(ones[rank].slice(), outputs[rank].slice_mut()))
-        .collect();
+    let calls: Vec<Result<()>> =
+        (0..2).map(|rank| ranks[rank].1.all_reduce(ones[rank].slice(), outputs[rank].slice_mut())).collect();
     calls[0].as_ref().unwrap();
     assert_names(calls[1].as_ref().unwrap_err(), "cuLaunchKernel");
     ranks[0].0.synchronize().unwrap();

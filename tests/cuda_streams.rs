@@ -191,7 +191,11 @@ fn events_order_streams_and_tell_the_host() {
             assert_eq!(emulator::report().is_clean(), is_ordered, "EMU_SEED={seed}");
             drop((event, end));
             scene.close();
-            assert_eq!(emulator::report().driver.num_events == before, is_ordered, "a lost device keeps them");
+            assert_eq!(
+                emulator::report().driver.num_events == before,
+                is_ordered,
+                "a lost device keeps them"
+            );
         }
     }
 }
@@ -226,6 +230,7 @@ fn dependent_launches_are_an_option() {
     emulator::configure(&emulator::Config { compute_capability: (8, 9), ..emulator::Config::fast() });
     let error = Cuda::with_kernels(0, IMAGES).unwrap().with_dependent_launches().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    let wanted = "unsupported: dependent launches on device 0: wanted compute capability 9.0 or newer, seen 8.9";
+    let wanted =
+        "unsupported: dependent launches on device 0: wanted compute capability 9.0 or newer, seen 8.9";
     assert_eq!(error.to_string(), wanted);
 }

@@ -121,7 +121,9 @@ pub fn configure(config: &Config) {
     );
 }
 
-pub use faults::{DriverCounts, calls, fail, fail_for_good, failed_call, set_driver_version, set_memory_limit};
+pub use faults::{
+    DriverCounts, calls, fail, fail_for_good, failed_call, set_driver_version, set_memory_limit,
+};
 pub use ffi::Stats;
 
 /// What a run has come to.

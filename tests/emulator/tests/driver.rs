@@ -8,8 +8,8 @@ use std::{
 };
 
 use cuda_emulator::{
-    Config, DriverCounts, IMAGE, calls, configure, exclusive, fail, fail_for_good, failed_call, install, report,
-    set_driver_version, set_memory_limit,
+    Config, DriverCounts, IMAGE, calls, configure, exclusive, fail, fail_for_good, failed_call, install,
+    report, set_driver_version, set_memory_limit,
 };
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, result, sys};
 
@@ -408,7 +408,9 @@ fn calls_fail_when_asked_to() {
         assert_eq!(code(result::free_sync(memory)), 304);
     }
     assert_eq!(report().num_allocations, before.num_allocations);
-    assert!(calls().contains(&"cuLaunchKernel".to_owned()) && !calls().contains(&"cuLaunchKernelEx".to_owned()));
+    assert!(
+        calls().contains(&"cuLaunchKernel".to_owned()) && !calls().contains(&"cuLaunchKernelEx".to_owned())
+    );
 
     fail_for_good(Some("cuStreamSynchronize"), 1, 700);
     device.launch(READ).expect("not yet");
@@ -470,13 +472,17 @@ fn the_driver_s_work_is_counted() {
     let (from, to) = (device.argument(READ).a, device.argument(READ).result);
     // SAFETY: the memory is as large as what is copied, and alive.
     unsafe {
-        let pinned = std::slice::from_raw_parts_mut(result::malloc_host(16, 0).expect("pinned").cast::<u8>(), 16);
+        let pinned =
+            std::slice::from_raw_parts_mut(result::malloc_host(16, 0).expect("pinned").cast::<u8>(), 16);
         pinned.fill(0);
         let mut pageable = [0u8; 16];
         let wait = || result::stream::synchronize(stream).expect("clean");
         assert_eq!(counted(&mut || result::memcpy_htod_async(to, pinned, stream).unwrap()), [0, 1, 16, 0, 0]);
         assert_eq!(counted(&mut || result::memcpy_dtoh_async(pinned, to, stream).unwrap()), [0, 0, 0, 1, 16]);
-        assert_eq!(counted(&mut || result::memcpy_htod_async(to, &pageable, stream).unwrap()), [1, 1, 16, 0, 0]);
+        assert_eq!(
+            counted(&mut || result::memcpy_htod_async(to, &pageable, stream).unwrap()),
+            [1, 1, 16, 0, 0]
+        );
         let mut download = || result::memcpy_dtoh_async(&mut pageable, to, stream).unwrap();
         assert_eq!(counted(&mut download), [1, 0, 0, 1, 16]);
         assert_eq!(counted(&mut || result::memcpy_dtod_async(to, from, 16, stream).unwrap()), [0; 5]);
