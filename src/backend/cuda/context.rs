@@ -79,7 +79,9 @@ impl Cuda {
     }
 
     /// As [`with_kernels`](Self::with_kernels), with all work queued on a stream of the engine (a `CUstream`, or
-    /// a `cudaStream_t` of the runtime) and in order with the engine's own. The engine may capture it.
+    /// a `cudaStream_t` of the runtime) and in order with the engine's own. The engine may capture it: in the
+    /// meantime nothing of this value is dropped or allocated, since that waits for the stream, and so breaks the
+    /// capture.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -465,17 +467,18 @@ impl Inner {
         let Err(DriverError(code)) = module else {
             return checked(self.ordinal, "cuModuleLoadData", module);
         };
-        let (major, minor) = self.compute_capability()?;
+        let code_for_device = || -> Result<String> {
+            let (major, minor) = self.compute_capability()?;
+            Ok(format!("code for sm_{major}{minor} (see EAGLE_VERIFY_CUDA_ARCHS)"))
+        };
         let wanted = match code {
-            Code::CUDA_ERROR_NO_BINARY_FOR_GPU => {
-                format!("code for sm_{major}{minor} (see EAGLE_VERIFY_CUDA_ARCHS)")
-            }
+            Code::CUDA_ERROR_NO_BINARY_FOR_GPU => code_for_device()?,
             Code::CUDA_ERROR_INVALID_PTX
             | Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
             | Code::CUDA_ERROR_JIT_COMPILER_NOT_FOUND
-            | Code::CUDA_ERROR_JIT_COMPILATION_DISABLED => format!(
-                "code for sm_{major}{minor} (see EAGLE_VERIFY_CUDA_ARCHS), or a newer driver that compiles its PTX"
-            ),
+            | Code::CUDA_ERROR_JIT_COMPILATION_DISABLED => {
+                format!("{}, or a newer driver that compiles its PTX", code_for_device()?)
+            }
             Code::CUDA_ERROR_INVALID_IMAGE => "a fatbin, cubin or PTX that this driver can read".to_owned(),
             _ => return checked(self.ordinal, "cuModuleLoadData", module),
         };

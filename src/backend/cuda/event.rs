@@ -92,8 +92,8 @@ impl Drop for Event {
 ///
 /// The host waits for nothing, and both may be part of a graph: where the engine captures its stream,
 /// `wait_for_stream` brings the stream of `cuda` into the capture, and `let_stream_wait`, which must follow before
-/// the capture ends, leads back. A stream that is being captured by [`capture`](Self::capture) cannot wait for
-/// work outside of it.
+/// the capture ends, leads back. What is dropped or allocated in between breaks the capture. A stream that is being
+/// captured by [`capture`](Self::capture) cannot wait for work outside of it.
 impl Cuda {
     /// Has the work that is queued from now on wait for an event, of whichever device.
     ///

@@ -156,12 +156,13 @@ inline bool is_forbidden_by_capture() { return num_captures_of_thread > 0 && cap
 // One of these comes first in every entry point.
 #define DRIVER_CALL() \
   if (int injected = emulator::fake::begin_call(__func__)) return injected
-// In calls that give something back: like a real driver's, one that reports an error has done its work, too.
+// In calls that give something back: like a real driver's, one that reports an error has done its work, unless a
+// capture forbids it.
 #define DRIVER_CALL_GIVING_BACK(call)                          \
   do {                                                         \
     if (int injected = emulator::fake::begin_call(__func__)) { \
       emulator::fake::NestedCalls nested;                      \
-      call;                                                    \
+      if (injected != STREAM_CAPTURE_UNSUPPORTED) call;        \
       return injected;                                         \
     }                                                          \
   } while (false)

@@ -43,7 +43,8 @@ pub struct DriverCounts {
 }
 
 /// Makes one call of a driver function fail with a code of cuda.h: the `nth` from now, beginning with 1, of
-/// `function`, or of any. It does nothing, unless it gives something back: that is given back. One failure is planned at a time; 0 plans none.
+/// `function`, or of any. The call does nothing, unless it gives something back: then it does so, but for code 900,
+/// with which a driver refuses in a capture. One failure is planned at a time; 0 plans none.
 pub fn fail(function: Option<&str>, nth: u64, code: u32) {
     plan(function, nth, code, false);
 }
