@@ -211,7 +211,7 @@ fn steps_on_a_gpu_allocate_nothing_and_wait_twice() {
         let (logits, features) = (cuda.floats(&logits), cuda.floats(&features));
         let (logits, features) = (Cuda::view(&logits), Cuda::view(&features));
         let uploaded = emulator::report().driver;
-        allocated += count(|| drop(speculator.accept(&batch, logits, features).unwrap()));
+        allocated += count(|| assert_eq!(speculator.accept(&batch, logits, features).unwrap().len(), 3));
         let after = emulator::report().driver;
         let of = |counts: fn(&DriverCounts) -> u64| {
             counts(&proposed) - counts(&before) + counts(&after) - counts(&uploaded)
