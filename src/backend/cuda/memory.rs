@@ -45,10 +45,16 @@ impl Memory {
 
     /// Queues a copy of `data` to its start; `data` is free when this returns.
     pub(super) fn queue_write<T: Pod>(&mut self, data: &[T]) -> Result<()> {
-        self.expect_room(size_of_val(data))?;
+        self.queue_write_at(0, data)
+    }
+
+    /// As [`queue_write`](Self::queue_write), `offset` bytes after its start.
+    pub(super) fn queue_write_at<T: Pod>(&mut self, offset: usize, data: &[T]) -> Result<()> {
+        self.expect_room(offset + size_of_val(data))?;
         self.cuda.bind()?;
+        let address = self.address + offset as u64;
         // SAFETY: there is room for `data`. The driver has read pageable memory when it returns.
-        let copy = unsafe { result::memcpy_htod_async(self.address, data, self.cuda.stream()) };
+        let copy = unsafe { result::memcpy_htod_async(address, data, self.cuda.stream()) };
         self.cuda.check("cuMemcpyHtoDAsync", copy)
     }
 

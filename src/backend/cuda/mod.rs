@@ -1,4 +1,5 @@
-//! The CUDA backend: devices, streams and memory, the collectives' kernels, and the choice of tokens.
+//! The CUDA backend: devices, streams and memory, the collectives' kernels, the choice of tokens,
+//! and linear layers.
 //!
 //! A [`Cuda`] value is a device with a stream of its own. Nothing falls back: a machine without a driver, or a
 //! build without nvcc, is an [`Error`](crate::Error) that says so.
@@ -11,6 +12,7 @@ mod choose;
 mod context;
 mod group;
 mod launch;
+mod linear;
 mod memory;
 mod probe;
 
@@ -25,6 +27,7 @@ mod images {
 
 pub use choose::{ChooseRow, Chooser, ChooserConfig, Logit};
 pub use context::{Cuda, Graph};
+pub use linear::Linear;
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
 
 /// The kernel images in this build, a fatbin for each file of `kernels/`; none without nvcc.

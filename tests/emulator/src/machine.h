@@ -60,6 +60,13 @@ struct PendingStore {
   Ref<Release> release;
 };
 
+// 16 bytes that an asynchronous copy will write.
+struct PendingCopy {
+  char* to;
+  const char* from;
+  unsigned bytes;  // the rest is zeros
+};
+
 // One value that a 4-byte word has had, and who has observed it.
 struct Version {
   uint32_t value;
@@ -107,6 +114,10 @@ struct Thread {
   unsigned stale_in_a_row = 0;
   std::vector<PendingStore> pending;
   uint32_t pending_position = ~0u;
+
+  std::vector<PendingCopy> copies;    // oldest first
+  std::vector<size_t> copy_groups;    // how many of them each committed group has
+  size_t num_uncommitted_copies = 0;
 
   std::vector<Polled> polled;
   uint64_t polled_filter = 0;
@@ -195,6 +206,7 @@ struct Adversary {
 
 struct Stats {
   uint64_t strong_accesses, plain_accesses, switches, commits, stale_loads, barriers, blocks, clock_jumps;
+  uint64_t copied_bytes, multiplied_tiles;
 };
 
 enum class Failure { NONE, ACCESS, DEADLOCK, TRAP };
@@ -302,8 +314,14 @@ void note_poll(const char* p, int bytes, bool is_stale);
 void end_polling(Thread& t);
 
 // Race, bounds and initialisation checks (races.cpp).
+void require_aligned(const void* p, int bytes, const char* what);
 enum class Access { PLAIN_READ, PLAIN_WRITE, STRONG_READ, STRONG_WRITE };
 void check_access(const char* p, size_t bytes, Access access, int scope, const void* pc);
+// A plain access of the current thread to memory that others see, when anything is checked.
+void plain_access(const char* p, size_t bytes, bool is_write, const void* pc);
+
+// Where all lanes of a warp meet (collectives.cpp). The last to arrive does `action` with what each has brought.
+void meet_warp(int op, void* argument, void (*action)(void* const* arguments), const char* where);
 
 // The host's side (host.cpp); the caller holds the mutex.
 Stream& create_stream(int device);

@@ -57,6 +57,7 @@ class Memory {
   size_t num_live(Space space) const { return num_live_[size_t(space)]; }
 
   void mark_written(const void* p, size_t bytes);
+  void mark_unwritten(const void* p, size_t bytes);
   void copy_written(const void* to, const void* from, size_t bytes);
   // Offset of the first byte in [p, p + bytes) never written, or `bytes`.
   size_t first_unwritten(const Allocation& a, const char* p, size_t bytes) const;
@@ -66,6 +67,7 @@ class Memory {
   static constexpr size_t RESERVED = size_t(64) << 30;
   static constexpr uint8_t POISON = 0xFF;
   void recycle(Allocation& a);
+  void set_written(const void* p, size_t bytes, bool is_written);
 
   char* arena_;
   size_t mapped_ = 0, top_ = 0;

@@ -70,6 +70,9 @@ void reset(Thread& t, Block& b, uint32_t index, const BaseRef& start) {
   t.sc_floor = 0;
   t.stale_in_a_row = 0;
   t.unparked_polls = 0;
+  t.copies.clear();
+  t.copy_groups.clear();
+  t.num_uncommitted_copies = 0;
   end_polling(t);
   t.stack = take_stack();
   prepare(t.context, t.stack, thread_main);
