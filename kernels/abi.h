@@ -1,5 +1,5 @@
-/* What Rust hands to the kernels: `src/backend/cuda/launch.rs`, or the operation's own file there, mirrors every
-   struct here, and both sides pin every offset. Device addresses are uint64_t, 0 where absent. */
+/* What Rust hands to the kernels: files of `src/backend/cuda/` mirror every struct here, and both sides pin every
+   offset. Device addresses are uint64_t, 0 where absent. */
 #ifndef EAGLE_VERIFY_ABI_H
 #define EAGLE_VERIFY_ABI_H
 
@@ -38,7 +38,11 @@ enum {
   EV_PHASE_TAGS = 3,
 
   /* The byte offset of the tags in a slab. The abort word is at 0. */
-  EV_TAGS_OFFSET = 256
+  EV_TAGS_OFFSET = 256,
+
+  /* EvLinear */
+  EV_LINEAR_MAX_ROWS = 64,
+  EV_LINEAR_CHUNK = 64 /* inputs that a block multiplies at a time */
 };
 
 /* One call of one rank: see comm/PROTOCOL.md. */
@@ -283,6 +287,36 @@ typedef struct EvGatherFeatures {
   uint32_t reserved;
 } EvGatherFeatures;
 
+/* One call of a linear layer: partial sums of x W^T, a slice of the inputs each. The layer is their sum, in
+   ascending order. Planes and weights are of one type; a row of x is its row of `high` plus its row of `low`. */
+typedef struct EvLinear {
+  uint64_t weights;   /* [outputs, inputs] */
+  uint64_t high;      /* [.., inputs] */
+  uint64_t low;       /* [.., inputs]; 0 for all zeros */
+  uint64_t row_index; /* uint32_t[rows]: which row of the planes each is; 0 for the first `rows` */
+  uint64_t partials;  /* float[slices][EV_LINEAR_MAX_ROWS][outputs], written for the first `rows` rows */
+  uint32_t rows;      /* at most EV_LINEAR_MAX_ROWS */
+  uint32_t inputs;    /* a multiple of 8 */
+  uint32_t outputs;
+  uint32_t slice_chunks; /* of EV_LINEAR_CHUNK inputs: the last slice may have fewer */
+} EvLinear;
+
+/* Floats to the two planes of EvLinear. */
+typedef struct EvSplit {
+  uint64_t values; /* float[8 * packs] */
+  uint64_t high;
+  uint64_t low;
+  uint64_t packs;
+} EvSplit;
+
+/* The sum of the slices of EvLinear. */
+typedef struct EvAddSlices {
+  uint64_t partials; /* as EvLinear has written them */
+  uint64_t sums;     /* float[rows, outputs], written */
+  uint32_t outputs;
+  uint32_t slices;
+} EvAddSlices;
+
 #ifdef __cplusplus
 #define EV_OFFSET(field, offset) static_assert(offsetof(EvAllReduceNorm, field) == (offset), #field)
 EV_OFFSET(slabs, 0);
@@ -456,6 +490,32 @@ EV_OFFSET(high, 16);
 EV_OFFSET(low, 24);
 EV_OFFSET(width, 32);
 static_assert(sizeof(EvGatherFeatures) == 40, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvLinear, field) == (offset), #field)
+EV_OFFSET(weights, 0);
+EV_OFFSET(high, 8);
+EV_OFFSET(low, 16);
+EV_OFFSET(row_index, 24);
+EV_OFFSET(partials, 32);
+EV_OFFSET(rows, 40);
+EV_OFFSET(inputs, 44);
+EV_OFFSET(outputs, 48);
+EV_OFFSET(slice_chunks, 52);
+static_assert(sizeof(EvLinear) == 56, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvSplit, field) == (offset), #field)
+EV_OFFSET(values, 0);
+EV_OFFSET(high, 8);
+EV_OFFSET(low, 16);
+EV_OFFSET(packs, 24);
+static_assert(sizeof(EvSplit) == 32, "size");
+#undef EV_OFFSET
+#define EV_OFFSET(field, offset) static_assert(offsetof(EvAddSlices, field) == (offset), #field)
+EV_OFFSET(partials, 0);
+EV_OFFSET(sums, 8);
+EV_OFFSET(outputs, 16);
+EV_OFFSET(slices, 20);
+static_assert(sizeof(EvAddSlices) == 24, "size");
 #undef EV_OFFSET
 #endif
 

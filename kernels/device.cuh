@@ -84,6 +84,80 @@ EV_DEVICE T* global(uint64_t address) {
 /// Starts to bring the line of an address into the second-level cache.
 EV_DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+/// Starts to bring 16 bytes to shared memory, past the first-level cache: those at `from` or, where there are none,
+/// zeros. To be read after `wait_copies` by this thread, and a barrier before the others.
+EV_DEVICE void copy_async(uint4* to, const uint4* from, bool exists) {
+  const uint32_t place = static_cast<uint32_t>(__cvta_generic_to_shared(to)), bytes = exists ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+/// This thread's copies since the last call are a group.
+EV_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// This thread's copies are done, but perhaps for the latest `NumGroups` groups.
+template <uint32_t NumGroups>
+EV_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(NumGroups) : "memory");
+}
+
+/// Where tiles of 16 x 16 elements of two bytes lie in shared memory, for a whole warp: four matrices of 8 rows of 16
+/// bytes each, to whose rows lanes 0-7, 8-15, 16-23 and 24-31 point, and the next tile `stride` packs further.
+struct Tiles {
+  const uint4* row;
+  uint32_t stride;
+};
+
+template <uint32_t Count>
+EV_DEVICE void load_tiles(uint32_t (&to)[Count][4], Tiles tiles) {
+  const uint32_t place = static_cast<uint32_t>(__cvta_generic_to_shared(tiles.row));
+#pragma unroll
+  for (uint32_t i = 0; i < Count; i++) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[i][0]), "=r"(to[i][1]), "=r"(to[i][2]), "=r"(to[i][3])
+                 : "r"(place + i * tiles.stride * 16)
+                 : "memory");
+  }
+}
+
+/// Loads both operands of multiplications for a whole warp, as `multiply_add` takes them.
+template <uint32_t CountA, uint32_t CountB>
+EV_DEVICE void load_operands(uint32_t (&a)[CountA][4], Tiles a_tiles, uint32_t (&b)[CountB][4], Tiles b_tiles) {
+  load_tiles(a, a_tiles);
+  load_tiles(b, b_tiles);
+}
+
+/// sums += a b for a whole warp: tiles of 16 x 16 bf16 times 16 x 8, in float; products are exact. Then the same with
+/// the next `b`, of which there are `Planes`. A sum's bits depend on its row of `a` and its columns of `b` alone.
+template <uint32_t Planes, uint32_t Count>
+EV_DEVICE void multiply_add_bf16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+#pragma unroll
+  for (uint32_t plane = 0; plane < Planes; plane++) {
+#pragma unroll
+    for (uint32_t i = 0; i < Count; i++) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
+          : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[2 * plane]), "r"(b[2 * plane + 1]));
+    }
+  }
+}
+
+/// As `multiply_add_bf16`, of f16.
+template <uint32_t Planes, uint32_t Count>
+EV_DEVICE void multiply_add_f16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+#pragma unroll
+  for (uint32_t plane = 0; plane < Planes; plane++) {
+#pragma unroll
+    for (uint32_t i = 0; i < Count; i++) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
+          : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[2 * plane]), "r"(b[2 * plane + 1]));
+    }
+  }
+}
+
 /// Nanoseconds on a clock that all blocks of a device share.
 EV_DEVICE uint64_t clock_ns() {
   uint64_t v;
@@ -154,6 +228,31 @@ template <class T> void store_relaxed_sys(T* to, T v) { emu::store(to, v, emu::R
 template <class T> T* global(uint64_t address) { return reinterpret_cast<T*>(address); }
 EV_DEVICE void prefetch(const void*) {}
 EV_DEVICE uint64_t clock_ns() { return emu::emu_clock(); }
+
+EV_DEVICE void copy_async(uint4* to, const uint4* from, bool exists) {
+  emu::emu_copy_async(to, from, exists ? 16 : 0);
+}
+EV_DEVICE void commit_copies() { emu::emu_commit_copies(); }
+template <uint32_t NumGroups> void wait_copies() { emu::emu_wait_copies(NumGroups); }
+
+struct Tiles {
+  const uint4* row;
+  uint32_t stride;
+};
+template <uint32_t CountA, uint32_t CountB>
+void load_operands(uint32_t (&a)[CountA][4], Tiles a_tiles, uint32_t (&b)[CountB][4], Tiles b_tiles) {
+  const emu::MatrixLoad loads[2] = {{a[0], a_tiles.row, CountA, a_tiles.stride * sizeof(uint4)},
+                                    {b[0], b_tiles.row, CountB, b_tiles.stride * sizeof(uint4)}};
+  emu::emu_load_matrices(loads, 2);
+}
+template <uint32_t Planes, uint32_t Count>
+void multiply_add_bf16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+  emu::emu_multiply_add({sums[0], a[0], b, Count, Planes, emu::BF16});
+}
+template <uint32_t Planes, uint32_t Count>
+void multiply_add_f16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+  emu::emu_multiply_add({sums[0], a[0], b, Count, Planes, emu::F16});
+}
 
 EV_DEVICE void raise_gpu(uint64_t* word, uint64_t to) { atomicMax(word, to); }
 EV_DEVICE uint32_t raise_shared(uint32_t* word, uint32_t to) { return atomicMax_block(word, to); }

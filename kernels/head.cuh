@@ -1,7 +1,7 @@
 // What the kernels of the draft head share: its rows, sums of linear layers, halves, and exp.
 #pragma once
 
-#include "row.cuh"
+#include "linear.cuh"
 
 namespace ev {
 
@@ -50,23 +50,15 @@ EV_DEVICE Floats sum_slices(const EvDraft& a, uint32_t r, uint32_t column) {
   return sum;
 }
 EV_DEVICE float sum_slices_at(const EvDraft& a, uint32_t r, uint32_t column) {
-  const float* const first = reinterpret_cast<const float*>(a.partials) + size_t(r) * a.num_outputs + column;
-  float sum = *first;
-#pragma unroll 1
-  for (uint32_t i = 1; i < a.num_slices; i++) sum += first[i * size_t(EV_PASS_ROWS) * a.num_outputs];
-  return sum;
+  return slice_sum(reinterpret_cast<const float*>(a.partials), a.num_slices, a.num_outputs, r, column);
 }
 
 /// Writes eight inputs of the next linear layer: x = high + low, to 2^-16 in bf16.
 template <class Half>
 EV_DEVICE void store_halves(const EvDraft& a, size_t at, const Floats& x) {
-  Pack high, low;
-  split<Half>(x.v[0], x.v[1], high.x, low.x);
-  split<Half>(x.v[2], x.v[3], high.y, low.y);
-  split<Half>(x.v[4], x.v[5], high.z, low.z);
-  split<Half>(x.v[6], x.v[7], high.w, low.w);
-  reinterpret_cast<Pack*>(a.high)[at / 8] = high;
-  reinterpret_cast<Pack*>(a.low)[at / 8] = low;
+  const SplitPack packs = split<Half>(x);
+  reinterpret_cast<Pack*>(a.high)[at / 8] = packs.high;
+  reinterpret_cast<Pack*>(a.low)[at / 8] = packs.low;
 }
 
 /// e^x bit for bit as the CPU backend has it: to about 1 ulp; 0 below -87, e^88 above 88, NaN for NaN.

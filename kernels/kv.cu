@@ -71,14 +71,9 @@ EV_DEVICE void gather(const EvGatherFeatures& a) {
   if (a.width % 8 == 0 && (a.features | a.high | a.low) % 16 == 0) {
 #pragma unroll 1
     for (uint32_t at = first; at < a.width / 8; at += step) {
-      const Floats v = Feature::eight(from + 8 * at);
-      Pack high, low;
-      split<Element>(v.v[0], v.v[1], high.x, low.x);
-      split<Element>(v.v[2], v.v[3], high.y, low.y);
-      split<Element>(v.v[4], v.v[5], high.z, low.z);
-      split<Element>(v.v[6], v.v[7], high.w, low.w);
-      reinterpret_cast<Pack*>(a.high + to)[at] = high;
-      reinterpret_cast<Pack*>(a.low + to)[at] = low;
+      const SplitPack packs = split<Element>(Feature::eight(from + 8 * at));
+      reinterpret_cast<Pack*>(a.high + to)[at] = packs.high;
+      reinterpret_cast<Pack*>(a.low + to)[at] = packs.low;
     }
   } else {
 #pragma unroll 1

@@ -14,12 +14,22 @@ struct Bf16 {
     return make_float2(bits_to_float(v << 16), bits_to_float(v & 0xFFFF0000u));
   }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_bf16x2(low, high); }
+  static constexpr float kMax = 3.38953138925153547590e38f;
+  template <uint32_t Planes, uint32_t Count>
+  static EV_DEVICE void multiply_add(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+    multiply_add_bf16<Planes>(sums, a, b);
+  }
 };
 
 struct F16 {
   static constexpr float kMax = 65504.0f;
   static EV_DEVICE float2 unpack(uint32_t v) { return f16x2_to_floats(v); }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_f16x2(low, high); }
+  static constexpr float kMax = 65504.0f;
+  template <uint32_t Planes, uint32_t Count>
+  static EV_DEVICE void multiply_add(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+    multiply_add_f16<Planes>(sums, a, b);
+  }
 };
 
 /// Eight floats.
@@ -108,6 +118,21 @@ EV_DEVICE void split(float a, float b, uint32_t& high, uint32_t& low) {
   const float2 nearest = Element::unpack(high);
   const auto rest = [](float v, float element) { return is_finite(v) ? v - element : 0.0f; };
   low = pack_finite<Element>(rest(a, nearest.x), rest(b, nearest.y));
+}
+
+/// Eight floats as two packs.
+struct SplitPack {
+  Pack high, low;
+};
+
+template <class Element>
+EV_DEVICE SplitPack split(const Floats& x) {
+  SplitPack packs;
+  split<Element>(x.v[0], x.v[1], packs.high.x, packs.low.x);
+  split<Element>(x.v[2], x.v[3], packs.high.y, packs.low.y);
+  split<Element>(x.v[4], x.v[5], packs.high.z, packs.low.z);
+  split<Element>(x.v[6], x.v[7], packs.high.w, packs.low.w);
+  return packs;
 }
 
 /// The sum of 32 lanes, halves onto halves; every lane gets the same bits.

@@ -5,6 +5,7 @@
 //! the two vocabulary tables must agree, and the known switches of dialects that this crate doesn't run are
 //! refused. (A switch that nobody has heard of yet would still pass.)
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -69,11 +70,23 @@ pub(crate) struct Matrix {
     pub(crate) weights: Weights,
 }
 
-/// Elements of a [`Matrix`]. f16 checkpoints are widened to f32, exactly.
+/// Elements of a [`Matrix`].
 #[derive(Clone, Debug)]
 pub(crate) enum Weights {
     Bf16(Vec<bf16>),
+    F16(Vec<f16>),
     F32(Vec<f32>),
+}
+
+impl Weights {
+    /// Exactly these.
+    pub(crate) fn to_f32(&self) -> Cow<'_, [f32]> {
+        match self {
+            Self::Bf16(weights) => weights.iter().map(|x| x.to_f32()).collect(),
+            Self::F16(weights) => weights.iter().map(|x| x.to_f32()).collect(),
+            Self::F32(weights) => Cow::Borrowed(weights),
+        }
+    }
 }
 
 /// Which target tokens the head can draft, `[draft_vocab]`, strictly ascending.
@@ -343,7 +356,7 @@ impl<'a> Tensors<'a> {
         let halves = || data.chunks_exact(2).map(|b| [b[0], b[1]]);
         Ok(match tensor.dtype() {
             Dtype::BF16 => Weights::Bf16(halves().map(bf16::from_le_bytes).collect()),
-            Dtype::F16 => Weights::F32(halves().map(|b| f16::from_le_bytes(b).to_f32()).collect()),
+            Dtype::F16 => Weights::F16(halves().map(f16::from_le_bytes).collect()),
             Dtype::F32 => {
                 let words = data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
                 Weights::F32(words.collect())
@@ -357,10 +370,7 @@ impl<'a> Tensors<'a> {
     }
 
     fn vector(&mut self, name: &'static str, len: usize) -> Result<Vec<f32>> {
-        Ok(match self.floats(name, &[len])? {
-            Weights::Bf16(values) => values.into_iter().map(bf16::to_f32).collect(),
-            Weights::F32(values) => values,
-        })
+        Ok(self.floats(name, &[len])?.to_f32().into_owned())
     }
 
     /// `d2t` holds *offsets*: target id = draft id + `d2t[draft id]`. `t2d` marks the same ids.

@@ -414,23 +414,19 @@ impl Layers {
     }
 }
 
+/// Layers over the same input, in bf16 if all are, or else in f32.
 fn pack(parts: &[&Matrix]) -> Result<PackedLinear> {
-    let mixed = || Error::unsupported("stacked weights", "one element type", "two");
+    let in_bf16 = parts.iter().map(|part| match &part.weights {
+        Weights::Bf16(weights) => Some(weights.as_slice()),
+        Weights::F16(_) | Weights::F32(_) => None,
+    });
     let columns = parts[0].columns;
-    match &parts[0].weights {
-        Weights::F32(_) => {
-            let parts = parts.iter().map(|part| match &part.weights {
-                Weights::F32(weights) => Ok(weights.as_slice()),
-                Weights::Bf16(_) => Err(mixed()),
-            });
-            PackedLinear::stack(&parts.collect::<Result<Vec<_>>>()?, columns)
-        }
-        Weights::Bf16(_) => {
-            let parts = parts.iter().map(|part| match &part.weights {
-                Weights::Bf16(weights) => Ok(weights.as_slice()),
-                Weights::F32(_) => Err(mixed()),
-            });
-            PackedLinear::stack(&parts.collect::<Result<Vec<_>>>()?, columns)
+    match in_bf16.collect::<Option<Vec<_>>>() {
+        Some(parts) => PackedLinear::stack(&parts, columns),
+        None => {
+            let widened: Vec<_> = parts.iter().map(|part| part.weights.to_f32()).collect();
+            let parts: Vec<&[f32]> = widened.iter().map(|part| &part[..]).collect();
+            PackedLinear::stack(&parts, columns)
         }
     }
 }

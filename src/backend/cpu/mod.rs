@@ -127,6 +127,7 @@ impl Embedding {
         match &matrix.weights {
             Weights::F32(weights) => Self::f32(weights.as_slice().into(), matrix.columns),
             Weights::Bf16(weights) => Self::bf16(weights.as_slice().into(), matrix.columns),
+            Weights::F16(_) => Self::f32(matrix.weights.to_f32().into(), matrix.columns),
         }
     }
 

@@ -187,6 +187,7 @@ impl CudaHead {
         let embedding = match &checkpoint.embedding {
             Some(own) => match &own.weights {
                 Weights::Bf16(table) => Embedding::new(cuda.upload(table)?, own.columns)?,
+                Weights::F16(table) => Embedding::new(cuda.upload(table)?, own.columns)?,
                 Weights::F32(table) => Embedding::new(cuda.upload(table)?, own.columns)?,
             },
             None => embedding.ok_or_else(|| {
@@ -204,7 +205,7 @@ impl CudaHead {
         let max_rows = (max_requests * DraftTree::MAX_NODES).min(65_535);
         Ok(Self {
             graphs: HashMap::new(),
-            waiting: Waiting::new(cuda, layer.half(), &config, max_requests)?,
+            waiting: Waiting::new(cuda, layer.half, &config, max_requests)?,
             step: Step::new(cuda, max_requests)?,
             pages: vec![Vec::new(); max_requests],
             drafting: Vec::new(),

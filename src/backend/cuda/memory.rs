@@ -63,6 +63,16 @@ impl Memory {
         Ok(grown)
     }
 
+    /// Queues a copy of `data` to `offset` bytes after its start; `data` is free when this returns.
+    pub(super) fn queue_write_at<T: Pod>(&mut self, offset: usize, data: &[T]) -> Result<()> {
+        self.expect_room(offset + size_of_val(data))?;
+        self.cuda.bind()?;
+        let address = self.address + offset as u64;
+        // SAFETY: there is room for `data`. The driver has read pageable memory when it returns.
+        let copy = unsafe { result::memcpy_htod_async(address, data, self.cuda.stream()) };
+        self.cuda.check("cuMemcpyHtoDAsync", copy)
+    }
+
     /// Queues zeros for its first `bytes` bytes.
     pub(super) fn queue_zeros(&mut self, bytes: usize) -> Result<()> {
         self.expect_room(bytes)?;

@@ -1,5 +1,7 @@
 //! The CUDA backend: devices, streams and memory, the collectives' kernels, the choice of tokens, and the moves of
 //! KV rows.
+//! The CUDA backend: devices, streams and memory, the collectives' kernels, the choice of tokens,
+//! and linear layers.
 //!
 //! A [`Cuda`] value is a device with a stream of its own. Nothing falls back: a machine without a driver, or a
 //! build without nvcc, is an [`Error`](crate::Error) that says so.
@@ -42,6 +44,7 @@ pub use gather::gather_features;
 pub use graph::Graph;
 pub use head::CudaHead;
 pub use kv::{KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove};
+pub use linear::Linear;
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};
 pub use view::{Embedding, Logit, View};
 

@@ -33,7 +33,15 @@ enum {
   TRAP,
   ATOMIC_WAIT,
   CONVERSIONS,
+  COPY,
+  COPY_OVER,
+  MATRIX_LOAD,
+  TILE_MULTIPLY,
+  TILE_MULTIPLY_LOOP,
 };
+
+// What may be wrong with a pipeline of asynchronous copies; the roles of COPY.
+enum { RIGHT, NO_WAIT, ONE_GROUP_TOO_FEW, NO_BARRIER };
 
 static void exchange_neighbours(uint32_t* result, bool has_barrier) {
   KSHARED(uint32_t, values, [1024]);
@@ -94,6 +102,48 @@ static void collectives(uint32_t* result) {
   mine[5] = __reduce_max_sync(all, t ^ 5);
   mine[6] = uint32_t(__syncthreads_count(t % 2 == 0));
   mine[7] = t < 16 ? uint32_t(__any_sync(0xffffu, t == 3)) : uint32_t(__all_sync(0xffff0000u, t >= 16));
+}
+
+// Each thread brings 16 bytes, of which the first 4 * (t % 5) are from `a`, and then four words in a second
+// group. It reads what its neighbour brought first.
+static void copy_to_neighbours(const Check& c) {
+  KSHARED(uint4, first, [64]);
+  KSHARED(uint4, second, [64]);
+  const unsigned t = threadIdx.x, next = (t + 1) % blockDim.x;
+  first[t] = make_uint4(7, 7, 7, 7);
+  __syncthreads();
+  emu_copy_async(&first[t], c.a + 4 * t, 4 * (t % 5));
+  emu_commit_copies();
+  emu_copy_async(&second[t], c.a + 4 * t, 16);
+  emu_commit_copies();
+  if (c.role != NO_WAIT) emu_wait_copies(c.role == ONE_GROUP_TOO_FEW ? 2 : 1);
+  if (c.role != NO_BARRIER) __syncthreads();
+  reinterpret_cast<uint4*>(c.result)[t] = first[next];
+  __syncthreads();
+  emu_wait_copies(0);
+}
+
+// The second copy goes where a neighbour still reads, unless there is a barrier.
+static void copy_over(const Check& c) {
+  KSHARED(uint4, values, [64]);
+  const unsigned t = threadIdx.x, next = (t + 1) % blockDim.x;
+  for (unsigned round = 0; round < 2; round++) {
+    emu_copy_async(&values[t], c.a + 4 * t, 16);
+    emu_commit_copies();
+    emu_wait_copies(0);
+    __syncthreads();
+    reinterpret_cast<uint4*>(c.result)[t] = values[next];
+    if (c.role != NO_BARRIER) __syncthreads();
+  }
+}
+
+static void load_matrices(const Check& c) {
+  KSHARED(uint4, rows, [64]);
+  const unsigned t = threadIdx.x;
+  for (unsigned i = t; i < 64; i += 32) rows[i ^ 1] = reinterpret_cast<const uint4*>(c.a)[i ^ 1];
+  if (c.role != NO_BARRIER) __syncwarp();
+  const MatrixLoad both{c.result + 8 * t, &rows[t], 2, 32 * sizeof(uint4)};
+  emu_load_matrices(&both, 1);
 }
 
 extern "C" __global__ void check(Check c) {
@@ -161,6 +211,26 @@ extern "C" __global__ void check(Check c) {
         mine[4] = __float_as_uint(half_bits_to_float(uint16_t(mine[1])));
         mine[5] = __float_as_uint(e4m3_bits_to_float(uint8_t(mine[2])));
       }
+      break;
+    case COPY: copy_to_neighbours(c); break;
+    case COPY_OVER: copy_over(c); break;
+    case MATRIX_LOAD: load_matrices(c); break;
+    case TILE_MULTIPLY:
+      if (t != c.limit_ns) {
+        float* const sums = reinterpret_cast<float*>(c.result) + 8 * t;
+        emu_multiply_add({sums, c.a + 8 * t, c.b + 4 * t, 2, 2, MatrixFormat(c.role)});
+      }
+      break;
+    case TILE_MULTIPLY_LOOP:
+      for (uint64_t i = 0; i < c.limit_ns; i++) {
+        float sums[4][4] = {};
+        uint32_t tiles[5][4];
+        const MatrixLoad loads[2] = {{tiles[0], c.a + 4 * t, 4, 0}, {tiles[4], c.a + 4 * t, 1, 0}};
+        emu_load_matrices(loads, 2);
+        emu_multiply_add({sums[0], tiles[0], tiles[4], 4, 2, MatrixFormat(c.role)});
+        c.result[t] = __float_as_uint(sums[0][0]);
+      }
+      break;
   }
 }
 KERNEL_ENTRY(check)

@@ -90,8 +90,9 @@ void order_lanes(Thread* first_lane, unsigned mask) {
   }
 }
 
-// Shuffles and votes exchange values; only __syncwarp orders memory as well.
-const uint64_t* meet_warp(unsigned mask, int op, uint64_t in, bool orders_memory, const char* where) {
+// What the last lane to arrive does before any goes on: `w.in` has what each has brought.
+template <class Complete>
+WarpOp& meet_lanes(unsigned mask, int op, uint64_t in, const char* where, Complete complete) {
   Machine& m = machine();
   if (m.is_direct) {
     self().where = where;
@@ -112,15 +113,11 @@ const uint64_t* meet_warp(unsigned mask, int op, uint64_t in, bool orders_memory
   w.in[lane] = in;
   w.arrived |= 1u << lane;
   if (w.arrived == mask) {
-    std::memset(w.out, 0, sizeof w.out);
-    for (unsigned i = 0; i < 32; i++) {
-      if (mask >> i & 1) w.out[i] = w.in[i];
-    }
+    Thread* first_lane = &b.threads[index & ~31u];
+    complete(w, first_lane);
     w.arrived = 0;
     w.unread = mask;
     w.generation++;
-    Thread* first_lane = &b.threads[index & ~31u];
-    if (orders_memory && !m.is_direct) order_lanes(first_lane, mask);
     for (unsigned i = 0; i < 32; i++) {
       if ((mask >> i & 1) && first_lane[i].state == State::AT_WARP_OP) make_runnable(first_lane[i]);
     }
@@ -129,10 +126,31 @@ const uint64_t* meet_warp(unsigned mask, int op, uint64_t in, bool orders_memory
     while (w.generation == generation) leave(State::AT_WARP_OP);
   }
   w.unread &= ~(1u << lane);
-  return w.out;
+  return w;
+}
+
+// Shuffles and votes exchange values; only __syncwarp orders memory as well.
+const uint64_t* exchange(unsigned mask, int op, uint64_t in, bool orders_memory, const char* where) {
+  auto complete = [=](WarpOp& w, Thread* first_lane) {
+    std::memset(w.out, 0, sizeof w.out);
+    for (unsigned i = 0; i < 32; i++) {
+      if (mask >> i & 1) w.out[i] = w.in[i];
+    }
+    if (orders_memory && !machine().is_direct) order_lanes(first_lane, mask);
+  };
+  return meet_lanes(mask, op, in, where, complete).out;
 }
 
 }  // namespace
+
+void meet_warp(int op, void* argument, void (*action)(void* const* arguments), const char* where) {
+  auto complete = [=](WarpOp& w, Thread*) {
+    void* arguments[32];
+    for (int i = 0; i < 32; i++) arguments[i] = reinterpret_cast<void*>(w.in[i]);
+    action(arguments);
+  };
+  meet_lanes(~0u, op, reinterpret_cast<uint64_t>(argument), where, complete);
+}
 
 // Threads that have exited no longer count at the block's barriers.
 void leave_block(Thread& t) {
@@ -149,11 +167,11 @@ extern "C" {
 
 void emu::emu_syncthreads() { meet_block(false, 0); }
 int emu::emu_syncthreads_count(int predicate) { return meet_block(true, predicate); }
-void emu::emu_syncwarp(unsigned mask) { meet_warp(mask, 0, 0, true, "__syncwarp"); }
+void emu::emu_syncwarp(unsigned mask) { exchange(mask, 0, 0, true, "__syncwarp"); }
 void emu::emu_warp_exchange(unsigned mask, int op, const void* in, void* all) {
   uint64_t value;
   std::memcpy(&value, in, sizeof value);
-  std::memcpy(all, meet_warp(mask, op, value, false, "a warp collective"), 32 * sizeof(uint64_t));
+  std::memcpy(all, exchange(mask, op, value, false, "a warp collective"), 32 * sizeof(uint64_t));
 }
 
 }  // extern "C"

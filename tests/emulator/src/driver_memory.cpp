@@ -75,10 +75,20 @@ int copy(Lock& held, void* to, const void* from, size_t bytes, void* stream, boo
                                                          static_cast<const uint8_t*>(from) + bytes);
     submit_copy(*s, to, from, bytes, [=] { copy_memory(to, staged->data(), bytes); });
     driver().counts.host_syncs++;  // a real driver may wait for its own staging memory
-  } else {
-    submit_copy(*s, to, from, bytes, [=] { copy_memory(to, from, bytes); });
+    return is_synchronous || is_to_pageable ? wait_for_stream(held, *s) : SUCCESS;
   }
-  return is_synchronous || is_to_pageable ? wait_for_stream(held, *s) : SUCCESS;
+  if (!is_to_pageable) {
+    submit_copy(*s, to, from, bytes, [=] { copy_memory(to, from, bytes); });
+    return is_synchronous ? wait_for_stream(held, *s) : SUCCESS;
+  }
+  // After a failure the copy may still be queued when the caller frees its memory.
+  auto is_caller_here = std::make_shared<bool>(true);
+  submit_copy(*s, to, from, bytes, [=] {
+    if (*is_caller_here) copy_memory(to, from, bytes);
+  });
+  int result = wait_for_stream(held, *s);
+  *is_caller_here = false;
+  return result;
 }
 
 int fill(DevicePointer to, uint32_t value, size_t element_bytes, size_t count, void* stream) {

@@ -41,6 +41,10 @@ pub struct Stats {
     pub num_blocks: u64,
     /// Times that the clock jumped, since everything waited for it.
     pub num_clock_jumps: u64,
+    /// Bytes that asynchronous copies have read.
+    pub num_copied_bytes: u64,
+    /// Multiplications of a matrix of 16 rows with one of 8 columns.
+    pub num_multiplied_tiles: u64,
 }
 
 #[repr(C)]

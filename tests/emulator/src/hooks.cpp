@@ -37,13 +37,9 @@ void emu::emu_register_kernel(const char* name, void (*entry)(void**), int num_a
 
 }  // extern "C"
 
-namespace {
-
-inline void plain_access(void* address, size_t bytes, bool is_write, const void* pc) {
+void emulator::plain_access(const char* p, size_t bytes, bool is_write, const void* pc) {
   Machine& m = machine();
-  if (m.is_direct || !m.current || !m.memory.contains(address)) return;
   m.stats.plain_accesses++;
-  const char* p = static_cast<const char*>(address);
   check_access(p, bytes, is_write ? Access::PLAIN_WRITE : Access::PLAIN_READ, emu::CTA, pc);
   drain_visible(p, bytes);
   if (is_write) {
@@ -52,10 +48,19 @@ inline void plain_access(void* address, size_t bytes, bool is_write, const void*
   }
 }
 
+namespace {
+
+inline void hooked_access(void* address, size_t bytes, bool is_write, const void* pc) {
+  if (!are_accesses_checked) return;
+  Machine& m = machine();
+  if (!m.current || !m.memory.contains(address)) return;
+  plain_access(static_cast<const char*>(address), bytes, is_write, pc);
+}
+
 }  // namespace
 
 #define HOOK(name, bytes, is_write) \
-  void __tsan_##name(void* p) { plain_access(p, bytes, is_write, __builtin_return_address(0)); }
+  void __tsan_##name(void* p) { hooked_access(p, bytes, is_write, __builtin_return_address(0)); }
 #define HOOKS(bytes)                        \
   HOOK(read##bytes, bytes, false)           \
   HOOK(write##bytes, bytes, true)           \
@@ -72,8 +77,8 @@ HOOKS(4)
 HOOKS(8)
 HOOKS(16)
 
-void __tsan_read_range(void* p, size_t bytes) { plain_access(p, bytes, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* p, size_t bytes) { plain_access(p, bytes, true, __builtin_return_address(0)); }
+void __tsan_read_range(void* p, size_t bytes) { hooked_access(p, bytes, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* p, size_t bytes) { hooked_access(p, bytes, true, __builtin_return_address(0)); }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

@@ -18,8 +18,13 @@
 //! # What it does not model
 //!
 //! * Load buffering: PTX lets two threads that each load and then store see each other's store; here they don't.
-//! * The asynchronous proxy (TMA, `mbarrier`, bulk copies), clusters, `cp.async`, tensor-core instructions,
-//!   textures. Kernels keep away from them, or the emulator learns them first.
+//! * The asynchronous proxy (TMA, `mbarrier`, bulk copies), clusters, textures, and of the tensor-core instructions
+//!   all but `ldmatrix` and `mma.m16n8k16` of bf16 and f16. Kernels keep away from them, or the emulator learns
+//!   them first.
+//! * The bits of a tensor core: here products are added to the sum for ascending k, each sum rounded to nearest. A
+//!   device adds in another order, and may truncate: the last bits differ.
+//! * When `cp.async` reads and writes: here when it is waited for. Accesses in between are reported, but for a
+//!   plain write, ordered after the copy's start, to where the copy writes.
 //! * Races between a stream's copies or fills and a kernel that runs; and with work that had ended, unsynchronised,
 //!   before everything was idle.
 //! * The null stream's implicit synchronisation, the time that `__nanosleep` takes. What a graph leaves unordered,
@@ -82,7 +87,8 @@ impl Config {
         Self { seed, races: true, weak: true, torn: true, ..Self::fast() }
     }
 
-    /// Nothing is checked, and memory is sequentially consistent: for long runs that look at results.
+    /// Nothing is checked, memory is sequentially consistent, and threads take turns, whatever the seed: for long
+    /// runs that look at results.
     pub fn fast() -> Self {
         Self {
             seed: 0,

@@ -60,6 +60,13 @@ struct PendingStore {
   Ref<Release> release;
 };
 
+// 16 bytes that an asynchronous copy will write.
+struct PendingCopy {
+  char* to;
+  const char* from;
+  unsigned bytes;  // the rest is zeros
+};
+
 // One value that a 4-byte word has had, and who has observed it.
 struct Version {
   uint32_t value;
@@ -107,6 +114,10 @@ struct Thread {
   unsigned stale_in_a_row = 0;
   std::vector<PendingStore> pending;
   uint32_t pending_position = ~0u;
+
+  std::vector<PendingCopy> copies;    // oldest first
+  std::vector<size_t> copy_groups;    // how many of them each committed group has
+  size_t num_uncommitted_copies = 0;
 
   std::vector<Polled> polled;
   uint64_t polled_filter = 0;
@@ -195,6 +206,7 @@ struct Adversary {
 
 struct Stats {
   uint64_t strong_accesses, plain_accesses, switches, commits, stale_loads, barriers, blocks, clock_jumps;
+  uint64_t copied_bytes, multiplied_tiles;
 };
 
 enum class Failure { NONE, ACCESS, DEADLOCK, TRAP };
@@ -212,18 +224,26 @@ struct Waiter {
 
 class RunQueue {
  public:
-  bool empty() const { return threads_.empty(); }
+  bool empty() const { return threads_.empty() && in_turn_.empty(); }
   size_t size() const { return threads_.size(); }
   void add(Thread* t);
   void remove(Thread* t);
   Thread* pick(Random& random, bool by_priority);
   void restore_order();
-  void clear() { threads_.clear(); }
+  // Where nothing is checked, threads take turns: those of a warp stay together. Whoever runs is not in the
+  // queue.
+  void add_in_turn(Thread* t);
+  Thread* take_next();
+  void clear() {
+    threads_.clear();
+    in_turn_.clear();
+  }
 
  private:
   void place(size_t i, Thread* t);
   void sift(size_t i);
   std::vector<Thread*> threads_;  // a heap by priority
+  std::deque<Thread*> in_turn_;
 };
 
 struct Machine {
@@ -247,6 +267,7 @@ struct Machine {
   Thread* current = nullptr;
   Context scheduler;
   RunQueue runnable;
+  uint64_t last_switch = 0;  // of this run
   std::vector<SlotOwner> slots;
   uint32_t epoch = 1;  // all clocks and shadows of an older epoch are void
 
@@ -269,6 +290,8 @@ struct Machine {
 };
 
 Machine& machine();
+// `!machine().is_direct`, for the hooks of each access.
+extern bool are_accesses_checked;
 std::vector<Kernel>& kernel_registry(bool is_mutated);
 const Kernel* find_kernel(const char* name);
 
@@ -302,8 +325,15 @@ void note_poll(const char* p, int bytes, bool is_stale);
 void end_polling(Thread& t);
 
 // Race, bounds and initialisation checks (races.cpp).
+void require_aligned(const void* p, int bytes, const char* what);
 enum class Access { PLAIN_READ, PLAIN_WRITE, STRONG_READ, STRONG_WRITE };
 void check_access(const char* p, size_t bytes, Access access, int scope, const void* pc);
+// A plain access of the current thread to memory that others see, when anything is checked.
+void plain_access(const char* p, size_t bytes, bool is_write, const void* pc);
+
+// Where all lanes of a warp meet (collectives.cpp). The last to arrive does `action` with what each has
+// brought.
+void meet_warp(int op, void* argument, void (*action)(void* const* arguments), const char* where);
 
 // The host's side (host.cpp); the caller holds the mutex.
 Stream& create_stream(int device);

@@ -199,16 +199,25 @@ void Memory::recycle(Allocation& a) {
   std::fill_n(owner_.begin() + ptrdiff_t(a.first_page), a.num_pages, -1);
 }
 
-void Memory::mark_written(const void* p, size_t bytes) {
+void Memory::mark_written(const void* p, size_t bytes) { set_written(p, bytes, true); }
+
+void Memory::mark_unwritten(const void* p, size_t bytes) { set_written(p, bytes, false); }
+
+void Memory::set_written(const void* p, size_t bytes, bool is_written) {
   Allocation* a = contains(p) ? find(p) : nullptr;
   if (!a || !a->written) return;
   size_t begin = size_t(static_cast<const char*>(p) - a->base), end = std::min(begin + bytes, a->bytes);
   for (size_t i = begin; i < end;) {
     if (i % 8 == 0 && end - i >= 8) {
-      a->written[i / 8] = 0xFF;
+      a->written[i / 8] = is_written ? 0xFF : 0;
       i += 8;
     } else {
-      a->written[i / 8] |= uint8_t(1u << (i % 8));
+      uint8_t bit = uint8_t(1u << (i % 8));
+      if (is_written) {
+        a->written[i / 8] |= bit;
+      } else {
+        a->written[i / 8] &= uint8_t(~bit);
+      }
       i++;
     }
   }

@@ -73,6 +73,7 @@ class Memory {
   size_t live_bytes(int device, Space space) const;
 
   void mark_written(const void* p, size_t bytes);
+  void mark_unwritten(const void* p, size_t bytes);
   void copy_written(const void* to, const void* from, size_t bytes);
   // Offset of the first byte in [p, p + bytes) never written, or `bytes`.
   size_t first_unwritten(const Allocation& a, const char* p, size_t bytes) const;
@@ -85,6 +86,7 @@ class Memory {
   bool extend(size_t end);
   int32_t take_id();
   Allocation* reservation(void* p, size_t bytes);
+  void set_written(const void* p, size_t bytes, bool is_written);
 
   char* arena_;
   size_t mapped_ = 0, top_ = 0;

@@ -38,6 +38,16 @@ void report_race(const char* p, uint8_t mine, const ShadowAccess& other, const v
   m.races.push_back(text + ", in " + place_in_code(pc));
 }
 
+// Whether a copy to this byte, by a thread of the current one's block, has not been waited for.
+bool is_being_copied_to(const char* p) {
+  for (const Thread& t : self().block->threads) {
+    for (const PendingCopy& copy : t.copies) {
+      if (copy.to <= p && p < copy.to + 16) return true;
+    }
+  }
+  return false;
+}
+
 void check_bounds(const char* p, size_t bytes, uint8_t flags, const void* pc) {
   Machine& m = machine();
   Thread& t = self();
@@ -58,12 +68,20 @@ void check_bounds(const char* p, size_t bytes, uint8_t flags, const void* pc) {
     size_t i = m.memory.first_unwritten(*a, p, bytes);
     if (i < bytes) {
       p += i;
-      refuse("uninitialised read:");
+      bool is_early = is_being_copied_to(p);
+      refuse(is_early ? "read before its asynchronous copy was waited for:" : "uninitialised read:");
     }
   }
 }
 
 }  // namespace
+
+void require_aligned(const void* p, int bytes, const char* what) {
+  if (reinterpret_cast<uintptr_t>(p) % uintptr_t(bytes) == 0) return;
+  fail_and_leave(Failure::ACCESS, std::string("misaligned ") + what + " of " + std::to_string(bytes) +
+                                      " bytes at " + machine().memory.describe(p) + " by " +
+                                      describe(self()));
+}
 
 void check_access(const char* p, size_t bytes, Access access, int scope, const void* pc) {
   Machine& m = machine();

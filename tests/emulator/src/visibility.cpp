@@ -272,13 +272,6 @@ class ReleaseFor {
   Clock saved_[3];
 };
 
-void require_aligned(const void* p, int bytes, const char* what) {
-  if (reinterpret_cast<uintptr_t>(p) % uintptr_t(bytes) == 0) return;
-  fail_and_leave(Failure::ACCESS, std::string("misaligned ") + what + " of " + std::to_string(bytes) +
-                                      " bytes at " + machine().memory.describe(p) + " by " +
-                                      describe(self()));
-}
-
 void store_pieces(Thread& me, char* p, const uint8_t* value, int bytes, int unit,
                   const Ref<Release>& release) {
   Machine& m = machine();

@@ -31,6 +31,11 @@ enum Test {
     Trap,
     AtomicWait,
     Conversions,
+    Copy,
+    CopyOver,
+    MatrixLoad,
+    TileMultiply,
+    TileMultiplyLoop,
 }
 
 #[repr(C)]
@@ -222,6 +227,182 @@ fn a_wait_by_atomics_ends_or_is_a_deadlock() {
     for config in [Config::checked(2), Config::checked(3), Config::fast()] {
         assert!(run_two(Test::AtomicWait, &config).is_ok());
         assert_reports(run(Test::AtomicWait, &config, 1, 2), &["deadlock", "2 threads of check device 0"]);
+    }
+}
+
+/// What may be wrong with asynchronous copies; as in `kernels/checks.cu`.
+const RIGHT: i32 = 0;
+const NO_WAIT: i32 = 1;
+const ONE_GROUP_TOO_FEW: i32 = 2;
+const NO_BARRIER: i32 = 3;
+
+/// One launch of a block with `a` and `b` in device memory. Gives the first `len` words of the result.
+fn run_block(
+    test: Test,
+    role: i32,
+    config: &Config,
+    [a, b]: [&[u32]; 2],
+    result: &[u32],
+    limit: u64,
+) -> Result<Vec<u32>, String> {
+    let mut subject = Subject::new(test, config);
+    (subject.a, subject.b) = (Buffer::from_slice(0, a), Buffer::from_slice(0, b));
+    (subject.result, subject.limit) = (Buffer::from_slice(0, result), limit);
+    let threads = if matches!(test, Test::Copy | Test::CopyOver) { 64 } else { 32 };
+    subject.start(0, role, 1, threads);
+    synchronize().map(|()| subject.result.read())
+}
+
+#[test]
+fn an_asynchronous_copy_is_there_when_it_was_waited_for_and_no_sooner() {
+    let _machine = exclusive();
+    let source: Vec<u32> = (0..256).map(|i| 1000 + i).collect();
+    let copied: Vec<u32> = (0..64)
+        .map(|t| (t + 1) % 64)
+        .flat_map(|t| (0..4).map(move |i| if i < t % 5 { 1000 + 4 * t + i } else { 0 }))
+        .collect();
+    let run = |role, config: &Config| run_block(Test::Copy, role, config, [&source, &[]], &[0; 256], 0);
+    for seed in seeds(10) {
+        let config = Config::checked(seed);
+        assert_eq!(run(RIGHT, &config).as_ref(), Ok(&copied), "seed {seed}");
+        assert_eq!(report().stats.num_copied_bytes, (12 * (4 + 8 + 12 + 16) + 4 + 8 + 12) + 64 * 16);
+        for role in [NO_WAIT, ONE_GROUP_TOO_FEW] {
+            let wanted = "read before its asynchronous copy was waited for: 16-byte plain read";
+            assert_reports(run(role, &config).map(drop), &[wanted, "shared memory"]);
+        }
+        let error = run(NO_BARRIER, &config).unwrap_err();
+        assert!(error.starts_with("race at ") || error.starts_with("read before"), "seed {seed}: {error}");
+    }
+    // Unchecked, an early read finds what was there before.
+    assert_eq!(run(RIGHT, &Config::fast()), Ok(copied));
+    for role in [NO_WAIT, ONE_GROUP_TOO_FEW] {
+        assert_eq!(run(role, &Config::fast()), Ok(vec![7; 256]));
+    }
+}
+
+#[test]
+fn an_asynchronous_copy_over_what_is_still_read_is_a_race() {
+    let _machine = exclusive();
+    let source: Vec<u32> = (0..256).collect();
+    for seed in seeds(10) {
+        let run = |role| {
+            run_block(Test::CopyOver, role, &Config::checked(seed), [&source, &[]], &[0; 256], 0).map(drop)
+        };
+        assert_eq!(run(RIGHT), Ok(()), "seed {seed}");
+        let error = run(NO_BARRIER).unwrap_err();
+        assert!(error.starts_with("race at ") || error.starts_with("read before"), "seed {seed}: {error}");
+    }
+}
+
+#[test]
+fn lanes_get_their_elements_of_matrices() {
+    let _machine = exclusive();
+    // Element `e` of row `r`, of the 64 that are loaded as eight matrices, is 8 r + e.
+    let rows: Vec<u32> = (0..256).map(|i| (2 * i) | ((2 * i + 1) << 16)).collect();
+    for config in [Config::checked(3), Config::fast()] {
+        let got = run_block(Test::MatrixLoad, RIGHT, &config, [&rows, &[]], &[0; 256], 0).unwrap();
+        for lane in 0..32 {
+            for matrix in 0..8 {
+                let first = 8 * (8 * matrix + lane / 4) + 2 * (lane % 4);
+                assert_eq!(got[8 * lane + matrix] as usize, first | (first + 1) << 16);
+            }
+        }
+    }
+    let config = Config::checked(3);
+    let error = run_block(Test::MatrixLoad, NO_BARRIER, &config, [&rows, &[]], &[0; 256], 0).unwrap_err();
+    assert!(error.starts_with("race at ") || error.starts_with("uninitialised read"), "{error}");
+}
+
+/// What PTX gives a lane of `a` (rows by columns), of `b` (rows by columns) and of the sums.
+fn places_of_a(lane: usize) -> [(usize, usize); 8] {
+    std::array::from_fn(|i| (lane / 4 + if i / 2 % 2 == 1 { 8 } else { 0 }, lane % 4 * 2 + i % 2 + i / 4 * 8))
+}
+
+fn places_of_b(lane: usize) -> [(usize, usize); 4] {
+    std::array::from_fn(|i| (lane % 4 * 2 + i % 2 + i / 2 * 8, lane / 4))
+}
+
+fn places_of_sums(lane: usize) -> [(usize, usize); 4] {
+    std::array::from_fn(|i| (lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2))
+}
+
+#[test]
+fn tiles_are_multiplied_as_by_plain_loops() {
+    let _machine = exclusive();
+    let mut state = 1u32;
+    let mut random = move || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 16) as f32 / 32768.0 - 1.0
+    };
+    let bits = |format: i32, x: f32| match format {
+        0 => half::bf16::from_f32(x).to_bits(),
+        _ => half::f16::from_f32(x).to_bits(),
+    };
+    let value = |format: i32, bits: u16| match format {
+        0 => half::bf16::from_bits(bits).to_f32(),
+        _ => half::f16::from_bits(bits).to_f32(),
+    };
+    for (format, config) in
+        [0, 1].into_iter().flat_map(|format| [(format, Config::checked(4)), (format, Config::fast())])
+    {
+        let small = |x: f32| if x.abs() < 0.1 { 1e-6 * x } else { x }; // subnormal in f16
+        let a: [[[u16; 16]; 16]; 2] =
+            [(); 2].map(|()| [[(); 16]; 16].map(|r| r.map(|()| bits(format, small(random())))));
+        let b: [[[u16; 8]; 16]; 2] =
+            [(); 2].map(|()| [[(); 8]; 16].map(|r| r.map(|()| bits(format, small(random())))));
+        let before: [[[f32; 8]; 16]; 2] = [(); 2].map(|()| [[(); 8]; 16].map(|r| r.map(|()| random())));
+        let pair = |low: u16, high: u16| u32::from(low) | u32::from(high) << 16;
+        let (mut a_words, mut b_words, mut sums) = (Vec::new(), Vec::new(), Vec::new());
+        for lane in 0..32 {
+            for tile in 0..2 {
+                let own = places_of_a(lane).map(|(row, column)| a[tile][row][column]);
+                a_words.extend(own.chunks(2).map(|two| pair(two[0], two[1])));
+                sums.extend(places_of_sums(lane).map(|(row, column)| before[tile][row][column].to_bits()));
+            }
+            for plane in &b {
+                let own = places_of_b(lane).map(|(row, column)| plane[row][column]);
+                b_words.extend(own.chunks(2).map(|two| pair(two[0], two[1])));
+            }
+        }
+        let run =
+            |missing| run_block(Test::TileMultiply, format, &config, [&a_words, &b_words], &sums, missing);
+        let got = run(u64::MAX).unwrap();
+        assert_eq!(report().stats.num_multiplied_tiles, 4);
+        for lane in 0..32 {
+            for tile in 0..2 {
+                for (i, (row, column)) in places_of_sums(lane).into_iter().enumerate() {
+                    let places = (0..2).flat_map(|plane| (0..16).map(move |k| (plane, k)));
+                    let want = places.fold(before[tile][row][column], |sum, (plane, k)| {
+                        sum + value(format, a[tile][row][k]) * value(format, b[plane][k][column])
+                    });
+                    let got = f32::from_bits(got[8 * lane + 4 * tile + i]);
+                    assert_eq!(got.to_bits(), want.to_bits(), "tile {tile}, row {row}, column {column}");
+                }
+            }
+        }
+        assert_reports(run(7).map(drop), &["deadlock", "31 threads", "a multiplication of matrices"]);
+    }
+}
+
+#[test]
+fn what_a_multiplication_costs() {
+    let _machine = exclusive();
+    for (name, format) in [("bf16", 0), ("f16", 1)] {
+        const ROUNDS: u64 = 2000;
+        configure(&Config::fast());
+        let start = Instant::now();
+        run_block(
+            Test::TileMultiplyLoop,
+            format,
+            &Config::fast(),
+            [&[0x3F80; 128], &[0x3F80; 2]],
+            &[0; 32],
+            ROUNDS,
+        )
+        .unwrap();
+        let each = start.elapsed().as_secs_f64() * 1e6 / report().stats.num_multiplied_tiles as f64;
+        println!("{name}: {each:.2} us for a tile, its share of the loads included");
+        assert_eq!(report().stats.num_multiplied_tiles, 8 * ROUNDS);
     }
 }
 

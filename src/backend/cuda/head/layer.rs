@@ -1,14 +1,17 @@
 //! The draft head on a device: its weights, its memory, and the launches of its passes.
 
+use std::borrow::Cow;
+
 use super::abi::{self, MAX_CHUNKS, MAX_DEPTH, MIN_CHUNK_KEYS, PASS_ROWS, SEGMENT_COLUMNS};
 use crate::backend::DraftLimits;
 use crate::backend::cpu::Rope;
 use crate::backend::cuda::context::{Cuda, Kernel};
 use crate::backend::cuda::launch;
-use crate::backend::cuda::linear::{Halves, LinearLayer};
+use crate::backend::cuda::linear::{Halves, LinearWeights};
 use crate::backend::cuda::memory::Memory;
 use crate::backend::cuda::view::{Embedding, Format};
-use crate::draft::{Eagle3Checkpoint, Eagle3Config};
+use crate::draft::{Eagle3Checkpoint, Eagle3Config, Matrix, Weights};
+use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::tree::DraftTree;
 
@@ -114,33 +117,70 @@ impl Kernels {
 /// The linear layers. The key and value projections are part of the query's, too.
 #[derive(Debug)]
 struct Linears {
-    fc: LinearLayer,
-    query_key_value: LinearLayer,
-    key_value: LinearLayer,
-    attention_output: LinearLayer,
-    gate_up: LinearLayer,
-    down: LinearLayer,
-    lm_head: LinearLayer,
+    fc: LinearWeights,
+    query_key_value: LinearWeights,
+    key_value: LinearWeights,
+    attention_output: LinearWeights,
+    gate_up: LinearWeights,
+    down: LinearWeights,
+    lm_head: LinearWeights,
 }
 
 impl Linears {
-    fn load(cuda: &Cuda, checkpoint: &Eagle3Checkpoint) -> Result<Self> {
+    fn load(cuda: &Cuda, half: Format, checkpoint: &Eagle3Checkpoint) -> Result<Self> {
+        let upload = |parts: &[&Matrix]| upload(cuda, half, parts);
         let Eagle3Checkpoint { fc, query, key, value, attention_output, gate, up, down, lm_head, .. } =
             checkpoint;
         Ok(Self {
-            fc: LinearLayer::new(cuda, &[fc])?,
-            query_key_value: LinearLayer::new(cuda, &[query, key, value])?,
-            key_value: LinearLayer::new(cuda, &[key, value])?,
-            attention_output: LinearLayer::new(cuda, &[attention_output])?,
-            gate_up: LinearLayer::new(cuda, &[gate, up])?,
-            down: LinearLayer::new(cuda, &[down])?,
-            lm_head: LinearLayer::new(cuda, &[lm_head])?,
+            fc: upload(&[fc])?,
+            query_key_value: upload(&[query, key, value])?,
+            key_value: upload(&[key, value])?,
+            attention_output: upload(&[attention_output])?,
+            gate_up: upload(&[gate, up])?,
+            down: upload(&[down])?,
+            lm_head: upload(&[lm_head])?,
         })
     }
 
-    fn all(&self) -> [&LinearLayer; 7] {
+    fn all(&self) -> [&LinearWeights; 7] {
         let Self { fc, query_key_value, key_value, attention_output, gate_up, down, lm_head } = self;
         [fc, query_key_value, key_value, attention_output, gate_up, down, lm_head]
+    }
+}
+
+/// f16 if all linear layers of a head are, or else bf16, to which f32 is rounded.
+fn half_of(checkpoint: &Eagle3Checkpoint) -> Format {
+    let Eagle3Checkpoint { fc, query, key, value, attention_output, gate, up, down, lm_head, .. } =
+        checkpoint;
+    let all = [fc, query, key, value, attention_output, gate, up, down, lm_head];
+    let all_f16 = all.iter().all(|matrix| matches!(matrix.weights, Weights::F16(_)));
+    if all_f16 { Format::F16 } else { Format::Bf16 }
+}
+
+/// The weights of layers over the same input, one after the other.
+fn upload(cuda: &Cuda, half: Format, parts: &[&Matrix]) -> Result<LinearWeights> {
+    fn stack<T: Element>(
+        cuda: &Cuda,
+        parts: &[&Matrix],
+        own: fn(&Weights) -> Option<&[T]>,
+    ) -> Result<LinearWeights> {
+        let columns = parts[0].columns;
+        let parts_of = parts.iter().map(|part| match own(&part.weights) {
+            Some(weights) => Cow::Borrowed(weights),
+            None => Cow::Owned(part.weights.to_f32().iter().map(|x| T::from_f32(*x)).collect()),
+        });
+        let parts: Vec<Cow<'_, [T]>> = parts_of.collect();
+        LinearWeights::stack(cuda, &parts.iter().map(|part| &part[..]).collect::<Vec<_>>(), columns)
+    }
+    match half {
+        Format::F16 => stack(cuda, parts, |weights| match weights {
+            Weights::F16(weights) => Some(weights),
+            _ => None,
+        }),
+        _ => stack(cuda, parts, |weights| match weights {
+            Weights::Bf16(weights) => Some(weights),
+            _ => None,
+        }),
     }
 }
 
@@ -177,6 +217,8 @@ struct Work {
 pub(super) struct Layer {
     cuda: Cuda,
     config: Eagle3Config,
+    /// What linear layers take.
+    pub(super) half: Format,
     kernels: Kernels,
     linears: Linears,
     constants: Constants,
@@ -215,8 +257,8 @@ impl Layer {
                 return Err(Error::unsupported(name, "a multiple of 8", size));
             }
         }
-        let linears = Linears::load(cuda, checkpoint)?;
-        let half = linears.fc.format();
+        let half = half_of(checkpoint);
+        let linears = Linears::load(cuda, half, checkpoint)?;
         let upload = |values: &[f32]| cuda.upload(values).map(|buffer| buffer.into_memory());
         let rope = Rope::new(head_dim, config.rope_theta, limits.max_len + DraftTree::MAX_NODES)?;
         let constants = Constants {
@@ -232,8 +274,7 @@ impl Layer {
         let kv_bytes = limits.num_kv_pages * PAGE_SIZE * num_kv_heads * head_dim * 4;
         let max_pages = (limits.max_len + DraftTree::MAX_NODES).div_ceil(PAGE_SIZE);
         let widest = [2 * hidden, num_heads * head_dim, intermediate].into_iter().max().unwrap_or(0);
-        let partials = linears.all().map(|linear| linear.num_slices() * linear.num_outputs());
-        let partials = partials.into_iter().max().unwrap_or(0);
+        let partials = linears.all().map(LinearWeights::num_partials).into_iter().max().unwrap_or(0);
         let empty = || Memory::new(cuda, 0, 0);
         Ok(Self {
             kernels: Kernels::load(cuda, half, head_dim)?,
@@ -245,7 +286,7 @@ impl Layer {
             max_pages,
             high: memory(PASS_ROWS * widest * 2)?,
             low: memory(PASS_ROWS * widest * 2)?,
-            partials: memory(partials * PASS_ROWS * 4)?,
+            partials: memory(partials * 4)?,
             hidden_rows: memory(PASS_ROWS * hidden * 4)?,
             query: memory(PASS_ROWS * num_heads * head_dim * 4)?,
             work: Work {
@@ -262,13 +303,9 @@ impl Layer {
                 paths: empty()?,
             },
             cuda: cuda.clone(),
+            half,
             config,
         })
-    }
-
-    /// The halves that linear layers take: bf16 or f16.
-    pub(super) fn half(&self) -> Format {
-        self.linears.fc.format()
     }
 
     pub(super) fn kv_memory(&self) -> [(u64, usize); 2] {
@@ -406,14 +443,17 @@ impl Layer {
     /// Runs a linear layer on rows of a pass, and has the next kernel add its slices.
     fn linear(
         &self,
-        linear: &LinearLayer,
+        linear: &LinearWeights,
         inputs: Halves,
         num_rows: usize,
         draft: &mut abi::Draft,
     ) -> Result<()> {
         draft.num_outputs = linear.num_outputs() as u32;
         draft.num_slices = linear.num_slices() as u32;
-        linear.queue(inputs, num_rows, self.partials.address)
+        // SAFETY: the planes are this layer's, which have a pass's rows of the widest inputs, or the waiting features,
+        // whose list names rows that are there; `partials` has room for every layer's. All is of this stream's work,
+        // and waits for it before it is freed.
+        unsafe { linear.queue(inputs, num_rows, self.partials.address) }
     }
 
     fn halves(&self) -> Halves {
