@@ -629,6 +629,8 @@ pub const MUTANTS: &[Mutant] = &[
         kind: Kind::Statement,
         original: "path[j].count += text[i].count;",
         broken: "path[j].count += 0;",
+    },
+    Mutant {
         name: "linear: low skipped",
         file: "linear.cu",
         kind: Kind::Statement,
