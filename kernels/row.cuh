@@ -9,7 +9,6 @@ namespace ev {
 using Pack = uint4;
 
 struct Bf16 {
-  static constexpr float kMax = 3.38953138925e38f;
   static EV_DEVICE float2 unpack(uint32_t v) {
     return make_float2(bits_to_float(v << 16), bits_to_float(v & 0xFFFF0000u));
   }
@@ -22,7 +21,6 @@ struct Bf16 {
 };
 
 struct F16 {
-  static constexpr float kMax = 65504.0f;
   static EV_DEVICE float2 unpack(uint32_t v) { return f16x2_to_floats(v); }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_f16x2(low, high); }
   static constexpr float kMax = 65504.0f;
