@@ -269,3 +269,40 @@ fn the_kv_is_that_of_a_fresh_prefill() {
     engine.speculator.cancel(ids[1]).unwrap();
     assert_eq!(engine.speculator.num_draft_pages(), 0);
 }
+
+/// What the mutants are tried on: a prefix of two chunks, noise, a filter with penalties; and a vocabulary of several
+/// segments.
+fn scenario() {
+    let mut both = poisoned(small, 3, 400);
+    both.admit(300, options((3, 3, 30), SamplingParams::default()));
+    let base = SamplingParams { temperature: 0.8, seed: 5, ..SamplingParams::default() };
+    both.admit(15, options((3, 4, 40), base.clone()));
+    // It says the same few tokens again and again.
+    let logit_bias = [5, 6, 10].map(|token| (TokenId(token), 12.0)).to_vec();
+    let filtered =
+        SamplingParams { top_k: 12, repetition_penalty: 1.1, frequency_penalty: 1.5, logit_bias, ..base };
+    both.admit(20, options((2, 5, 30), filtered));
+    (0..5).for_each(|_| both.step());
+    both.compare_kv();
+    let mut both = poisoned(large, 1, 100);
+    both.admit(33, options((3, 2, 20), SamplingParams::default()));
+    both.step();
+}
+
+#[test]
+fn mutants_are_caught() {
+    let _machine = exclusive(fast());
+    scenario();
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {})); // they all panic
+    let mutants: Vec<&str> =
+        emulator::MUTANTS.iter().map(|m| m.name).filter(|n| n.starts_with("draft: ")).collect();
+    let survivors = mutants.iter().filter(|name| {
+        emulator::configure(&emulator::Config { mutant: Some(name), ..fast() });
+        std::panic::catch_unwind(scenario).is_ok()
+    });
+    let survivors: Vec<&&str> = survivors.collect();
+    std::panic::set_hook(hook);
+    emulator::configure(&fast());
+    assert!(mutants.len() >= 18 && survivors.is_empty(), "{survivors:?} of {}", mutants.len());
+}
