@@ -6,7 +6,7 @@ use cuda_emulator as emulator;
 use eagle_verify::backend::cuda::Cuda;
 use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
-    BatchEntry, Coupling, DraftBudget, NodeId, RequestId, RequestOptions, TokenId, VerifyBatch,
+    BatchEntry, Coupling, DraftBudget, NodeId, RequestId, RequestOptions, Speculator, TokenId, VerifyBatch,
 };
 
 #[path = "common/backends.rs"]
@@ -268,6 +268,68 @@ fn the_kv_is_that_of_a_fresh_prefill() {
     engine.speculator.cancel(ids[0]).unwrap();
     engine.speculator.cancel(ids[1]).unwrap();
     assert_eq!(engine.speculator.num_draft_pages(), 0);
+}
+
+/// Whichever driver call of a step fails, the step is an error and nothing that is committed is lost: made again, it
+/// gives what it would have given. When the device is lost, every call is an error, and the text is still there.
+#[test]
+fn a_failing_driver_call_loses_nothing() {
+    const OPERATING_SYSTEM: u32 = 304;
+    const ILLEGAL_ADDRESS: u32 = 700;
+    let _machine = exclusive(fast());
+    let mut both = poisoned(small, 2, 2000);
+    for sampling in &samplings()[2..4] {
+        both.admit(20, RequestOptions { max_new_tokens: 1900, ..options((3, 3, 9), sampling.clone()) });
+    }
+    both.step();
+    for fails_in_accept in [false, true] {
+        for nth in 1.. {
+            let mut plan =
+                |is_due: bool| emulator::fail(None, if is_due { nth } else { 0 }, OPERATING_SYSTEM);
+            both.cpu.speculator.propose(&both.ids, &mut both.cpu_batch).unwrap();
+            plan(!fails_in_accept);
+            let mut failed = both.cuda.speculator.propose(&both.ids, &mut both.cuda_batch).is_err();
+            plan(false);
+            if failed {
+                both.cuda.speculator.propose(&both.ids, &mut both.cuda_batch).unwrap();
+            }
+            let (logits, features) = both.cuda.forward(&both.cuda_batch);
+            let (logits, features) = (both.cuda.device.floats(&logits), both.cuda.device.floats(&features));
+            if fails_in_accept {
+                let cuda = &mut both.cuda.speculator;
+                let text = |cuda: &Speculator<Cuda>| {
+                    both.ids.iter().map(|id| cuda.committed(*id).unwrap().to_vec()).collect::<Vec<_>>()
+                };
+                let before = text(cuda);
+                plan(true);
+                failed = cuda.accept(&both.cuda_batch, Cuda::view(&logits), Cuda::view(&features)).is_err();
+                plan(false);
+                if !failed {
+                    both.cpu.accept(&both.cpu_batch);
+                    assert!(nth > 5, "{nth}");
+                    break;
+                }
+                assert_eq!(text(cuda), before);
+            }
+            both.compare_with(&logits, &features);
+            if !failed {
+                assert!(nth > 10, "{nth}");
+                break;
+            }
+        }
+    }
+    both.compare_kv();
+
+    emulator::fail_for_good(Some("cuGraphLaunch"), 1, ILLEGAL_ADDRESS);
+    let error = both.cuda.speculator.propose(&both.ids, &mut both.cuda_batch).unwrap_err();
+    assert!(error.to_string().contains("start a new process"), "{error}");
+    both.cuda.speculator.propose(&both.ids, &mut both.cuda_batch).unwrap_err();
+    for id in &both.ids {
+        let text = both.cuda.speculator.committed(*id).unwrap();
+        assert_eq!(text, both.cpu.speculator.committed(*id).unwrap());
+    }
+    both.cpu.speculator.propose(&both.ids, &mut both.cpu_batch).unwrap();
+    emulator::fail(None, 0, 0);
 }
 
 /// What the mutants are tried on: a prefix of two chunks, noise, a filter with penalties; and a vocabulary of several

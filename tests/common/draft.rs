@@ -165,10 +165,18 @@ impl Both {
     }
 
     pub fn compare(&mut self) {
+        let (logits, features) = self.cuda.forward(&self.cuda_batch);
+        let (logits, features) = (self.cuda.device.floats(&logits), self.cuda.device.floats(&features));
+        self.compare_with(&logits, &features);
+    }
+
+    /// Accepts on both; the GPU gets these.
+    pub fn compare_with(&mut self, logits: &<Cuda as Device>::Floats, features: &<Cuda as Device>::Floats) {
         assert_same_drafts(&self.cpu_batch, &self.cuda_batch);
         let verdicts = self.cpu.accept(&self.cpu_batch);
-        let on_device = self.cuda.accept(&self.cuda_batch);
-        for (a, b) in verdicts.iter().zip(&on_device) {
+        let (logits, features) = (Cuda::view(logits), Cuda::view(features));
+        let on_device = self.cuda.speculator.accept(&self.cuda_batch, logits, features).unwrap();
+        for (a, b) in verdicts.iter().zip(on_device) {
             assert_eq!((&a.path, &a.emitted), (&b.path, &b.emitted));
             assert_eq!(a.finished.is_some(), b.finished.is_some());
             self.num_correct += a.path.len() - 1;

@@ -554,7 +554,7 @@ impl Waiting {
 
     /// Undoes the list.
     fn take_back(&mut self) {
-        for [_, place] in self.list.drain(..) {
+        for [_, place] in self.list.drain(..).rev() {
             for of_slot in &mut self.of_slot {
                 if of_slot.back() == Some(&place) {
                     of_slot.pop_back();
