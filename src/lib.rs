@@ -14,7 +14,7 @@
 //!                        └─ CommitPlan: the KV rows to keep, and where they go
 //! ```
 //!
-//! [`Speculator`] is that loop, over a [`Backend`]; so far there is [`backend::cpu::Cpu`]. Start with its
+//! [`Speculator`] is that loop, over a [`Backend`]: [`backend::cpu::Cpu`], or a GPU (`backend::cuda::Cuda`). Start with its
 //! documentation and the example `embed`. For a target that is split over several devices, [`comm`] has the
 //! all-reduce that ends each half of a layer, fused with what follows it; on GPUs too (`backend::cuda`). The pieces
 //! can be used alone: [`DraftTree`] with its masks in four layouts, [`VerifyBatch`], the walk ([`Verdict::walk`]),

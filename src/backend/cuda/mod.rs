@@ -1,10 +1,9 @@
-//! The CUDA backend: devices, streams and memory, the collectives' kernels, the choice of tokens, and the moves of
-//! KV rows.
-//! The CUDA backend: devices, streams and memory, the collectives' kernels, the choice of tokens,
-//! and linear layers.
+//! The CUDA backend: devices, streams, memory and graphs; the collectives, the draft head, the choice of tokens, and
+//! the moves of KV rows.
 //!
-//! A [`Cuda`] value is a device with a stream of its own. Nothing falls back: a machine without a driver, or a
-//! build without nvcc, is an [`Error`](crate::Error) that says so.
+//! A [`Cuda`] value is a device with a stream of its own, or of the engine's. Give it to a
+//! [`Speculator`](crate::Speculator) or a [`Group`](crate::comm::Group). Nothing falls back: a machine without a driver,
+//! or a build without nvcc, is an [`Error`](crate::Error) that says so.
 //!
 //! No figure of this crate has been measured on an SM120 card yet. The kernels are compiled for it, and run in
 //! an emulator on every change.
