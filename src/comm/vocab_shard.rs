@@ -69,6 +69,8 @@ struct State {
     seats: Vec<Seat>,
     /// Calls up to this number fail for who has not passed them, and why.
     failed: Option<(u64, Error)>,
+    /// Why all calls after those fail.
+    lost: Option<Error>,
 }
 
 /// What a rank has brought to a call, and later what the call gave it.
@@ -95,9 +97,6 @@ enum Operation {
     Broadcast,
 }
 
-/// A rank that has failed for good has failed in every call.
-const EVERY_CALL: u64 = u64::MAX;
-
 impl VocabShard {
     /// Meets the other ranks at `rendezvous`, which is not that of a [`Group`](super::Group). Returns when all have
     /// come.
@@ -114,7 +113,7 @@ impl VocabShard {
         let configs = rendezvous.exchange(rank, 0, checked)?;
         check_cover(&configs)?;
         let seats = world.ranks().map(|_| Seat::default()).collect();
-        let state = Mutex::new(State { seats, failed: None });
+        let state = Mutex::new(State { seats, failed: None, lost: None });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let meeting = rendezvous.exchange(rank, 1, Ok(Meeting(shared)))?;
         // All take rank 0's.
@@ -158,7 +157,7 @@ impl VocabShard {
 
     /// Says that this rank will make no more calls, because of `error`. The others need not wait for it.
     pub fn abandon(&self, error: &Error) {
-        self.state().fail(EVERY_CALL, &error.elsewhere(self.rank));
+        self.state().lose(error.elsewhere(self.rank));
         self.shared.changed.notify_all();
     }
 
@@ -178,20 +177,16 @@ impl VocabShard {
         self.num_calls += 1;
         let (rank, number, shared) = (self.rank.index(), self.num_calls, &*self.shared);
         let mut state = self.state();
-        if let Some((failed, error)) = &state.failed
-            && *failed >= number
-        {
+        let failed = state.failed.as_ref().filter(|(failed, _)| *failed >= number);
+        if let Some(error) = failed.map(|(_, error)| error).or(state.lost.as_ref()) {
             return Err(prepared.err().unwrap_or_else(|| error.clone()));
         }
-        if let Err(error) = prepared {
-            state.fail(number, &error.elsewhere(self.rank));
+        let other = state.other_call(rank, call);
+        if let Some(error) = prepared.as_ref().err().map(|error| error.elsewhere(self.rank)).or(other) {
+            state.failed = Some((number, error.clone()));
+            state.end(&error);
             shared.changed.notify_all();
-            return Err(error);
-        }
-        if let Some(error) = state.other_call(rank, call) {
-            state.fail(number, &error);
-            shared.changed.notify_all();
-            return Err(error);
+            return Err(prepared.err().unwrap_or(error));
         }
         let seat = &mut state.seats[rank];
         (seat.call, seat.outcome) = (Some(call), None);
@@ -212,7 +207,7 @@ impl VocabShard {
                 let missing: Vec<String> = missing.map(|(rank, _): (u8, _)| format!("rank {rank}")).collect();
                 let wanted = format!("all {} ranks within {:?}", state.seats.len(), self.config.time_limit);
                 let seen = format!("no sign of {} in call {number}", missing.join(", "));
-                state.fail(EVERY_CALL, &Error::fault("vocabulary shards", wanted, seen));
+                state.lose(Error::fault("vocabulary shards", wanted, seen));
                 shared.changed.notify_all();
                 continue;
             }
@@ -229,26 +224,29 @@ impl Drop for VocabShard {
     /// Whoever waits for this rank need not wait for the limit.
     fn drop(&mut self) {
         let seen = format!("{} gone", self.rank);
-        self.state().fail(EVERY_CALL, &Error::fault("vocabulary shards", "all ranks to go on", seen));
+        self.state().lose(Error::fault("vocabulary shards", "all ranks to go on", seen));
         self.shared.changed.notify_all();
     }
 }
 
 impl State {
-    /// Ends the calls up to `number`. The first reason to give up for good is kept.
-    fn fail(&mut self, number: u64, error: &Error) {
-        if self.failed.as_ref().is_none_or(|(failed, _)| *failed < number) {
-            self.failed = Some((number, error.clone()));
-        }
+    /// Ends the call that ranks wait in.
+    fn end(&mut self, error: &Error) {
         for seat in self.seats.iter_mut().filter(|seat| seat.call.is_some()) {
             (seat.call, seat.outcome) = (None, Some(Err(error.clone())));
         }
     }
 
+    /// Ends all calls. The first reason is kept.
+    fn lose(&mut self, error: Error) {
+        self.end(&error);
+        self.lost.get_or_insert(error);
+    }
+
     /// The error if another rank waits in another call than that of `rank`.
     fn other_call(&self, rank: usize, call: Call) -> Option<Error> {
-        let waiting = self.seats.iter().enumerate().filter_map(|(rank, seat)| Some((rank, seat.call?)));
-        let (other_rank, other) = waiting.into_iter().find(|(_, other)| *other != call)?;
+        let mut waiting = self.seats.iter().enumerate().filter_map(|(rank, seat)| Some((rank, seat.call?)));
+        let (other_rank, other) = waiting.find(|(_, other)| *other != call)?;
         let wanted = format!("the same on all ranks, as rank {other_rank}: {other}");
         Some(Error::misuse("call of the vocabulary shards", wanted, format!("{call} on rank {rank}")))
     }
