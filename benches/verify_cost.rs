@@ -76,7 +76,7 @@ fn read_all(data: &[f32], threads: usize) -> f32 {
 fn verify_cost(criterion: &mut Criterion) {
     let cpu = Cpu::new().expect("threads");
     let path = fetch::model(None).expect("the model");
-    let mut target = Target::load(&path, &cpu, 2, 1024).expect("the model");
+    let mut target = Target::load(&path, std::slice::from_ref(&cpu), 2, 1024).expect("the model").remove(0);
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/assets/smollm2-135m-eagle3");
     let head = Eagle3Checkpoint::load(assets, target.target_shape()).expect("the head");
     target.capture(&head.config().feature_layers);

@@ -1,22 +1,25 @@
 //! The loop around the target: propose trees, then accept what the target made of them.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, DraftLimits, DraftState, Text};
+use crate::comm::VocabShard;
 use crate::draft::{CandidatePool, Coupling, DraftBudget, Eagle3Checkpoint};
 use crate::error::{Error, Result, expect_len};
 use crate::kv::PagePool;
-use crate::sampling::Sampler;
+use crate::sampling::{ChoiceKey, Sampler};
 use crate::stats::AcceptStats;
-use crate::tree::{DraftTree, NodeId, TokenId};
-use crate::verify::{BatchEntry, FinishReason, Origin, OutputLimits, RequestId, Verdict, VerifyBatch};
+use crate::tree::{DraftTree, TokenId};
+use crate::verify::{Origin, RequestId, Verdict, VerifyBatch};
 
+mod accept;
 mod choices;
 mod request;
 
-use choices::{Choices, MasksByNode};
+use choices::Choices;
 use request::Request;
 pub use request::{FirstToken, Output, RequestOptions};
 
@@ -59,6 +62,15 @@ pub struct StageTimes {
 ///
 /// A call that fails changes nothing, and a proposal that is never accepted leaves no trace: propose again.
 /// Several batches over different requests may be on the way at once.
+///
+/// # Several ranks
+///
+/// Each rank of a tensor-parallel target has a speculator of its own, and all make the same calls in the same order,
+/// with the same requests. The draft head is small: every rank runs all of it, and drafts the same trees. Where each
+/// rank has the logits of its own part of the vocabulary, the speculators are made with
+/// [`new_sharded`](Self::new_sharded); where all have whole rows, with [`new`](Self::new), and know nothing of each
+/// other. Either way all ranks come to the same verdicts. What an engine decides by measured time, such as a budget, it
+/// decides on rank 0 and shares by [`broadcast`](Self::broadcast).
 #[derive(Debug)]
 pub struct Speculator<B: Backend> {
     backend: B,
@@ -66,6 +78,9 @@ pub struct Speculator<B: Backend> {
     /// Unlike any other's in this process: whose batch is it?
     id: u64,
     vocab: usize,
+    /// The tokens whose logits this rank has, and how it agrees with the others if it has not all.
+    columns: Range<usize>,
+    shard: Option<VocabShard>,
     feature_width: usize,
     config: SpeculatorConfig,
     slots: HashMap<RequestId, usize>,
@@ -79,6 +94,8 @@ pub struct Speculator<B: Backend> {
     /// Tokens that the next one may be, a bit for each.
     mask: Vec<u32>,
     choices: Choices,
+    /// Of the rows that were chosen last.
+    keys: Vec<ChoiceKey>,
     stats: AcceptStats,
     times: StageTimes,
 }
@@ -96,6 +113,38 @@ impl<B: Backend> Speculator<B> {
         checkpoint: &Eagle3Checkpoint,
         embedding: Option<B::Embedding>,
         config: SpeculatorConfig,
+    ) -> Result<Self> {
+        Self::build(backend, checkpoint, embedding, config, None)
+    }
+
+    /// As [`new`](Self::new), for one rank of several that each have the logits of their own tokens: those that `shard`
+    /// names. Its rows of logits are `[columns]`, its masks are of the whole vocabulary.
+    ///
+    /// A rank chooses from its columns, and the choices of all ranks are combined, with one exchange in each
+    /// [`begin`](Self::begin) and [`accept`](Self::accept): the verdicts are those of whole rows, bit for bit, on
+    /// every rank. Such a call fails on all ranks if it fails on one, or if ranks are lost or drafted differently;
+    /// with the error of the rank that failed, within the shard's time limit. A rank that gives up drops its
+    /// speculator: the others hear of it at their next call.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); *misuse* also when the shard is of another vocabulary.
+    pub fn new_sharded(
+        backend: B,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<B::Embedding>,
+        config: SpeculatorConfig,
+        shard: VocabShard,
+    ) -> Result<Self> {
+        expect_len("vocabulary of the shard", checkpoint.config().target.vocab, shard.vocab())?;
+        Self::build(backend, checkpoint, embedding, config, Some(shard))
+    }
+
+    fn build(
+        backend: B,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<B::Embedding>,
+        config: SpeculatorConfig,
+        shard: Option<VocabShard>,
     ) -> Result<Self> {
         let SpeculatorConfig { max_requests, max_len } = config;
         if max_requests == 0 {
@@ -117,12 +166,16 @@ impl<B: Backend> Speculator<B> {
             pool: CandidatePool::default(),
             text: Text::default(),
         };
+        let vocab = checkpoint.config().target.vocab;
+        let columns = shard.as_ref().map_or(0..vocab, VocabShard::columns);
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            draft: backend.load_draft(checkpoint, embedding, limits)?,
+            draft: backend.load_draft(checkpoint, embedding, limits, &columns)?,
             backend,
-            vocab: checkpoint.config().target.vocab,
+            vocab,
+            columns,
+            shard,
             feature_width: checkpoint.config().feature_width(),
             config,
             slots: HashMap::with_capacity(max_requests),
@@ -132,8 +185,9 @@ impl<B: Backend> Speculator<B> {
             active: Vec::with_capacity(max_requests),
             verdicts: Vec::new(),
             path: Vec::new(),
-            mask: vec![0; checkpoint.config().target.vocab.div_ceil(32)],
+            mask: vec![0; vocab.div_ceil(32)],
             choices: Choices::default(),
+            keys: Vec::new(),
             stats: AcceptStats::default(),
             times: StageTimes::default(),
         })
@@ -143,7 +197,8 @@ impl<B: Backend> Speculator<B> {
     ///
     /// # Errors
     /// *Misuse* when the id is in use, no output token is wanted, or a parameter of sampling or coupling is out of
-    /// its range; *fault* when all places are taken.
+    /// its range; *fault* when all places are taken. *Unsupported*, of a [sharded](Self::new_sharded) one, when the
+    /// request wants log-probabilities, or top-k, top-p or min-p at a temperature above 0: these look at whole rows.
     pub fn admit(&mut self, id: RequestId, options: RequestOptions) -> Result<()> {
         if self.slots.contains_key(&id) {
             return Err(Error::misuse("request", "an id that is not in use", id.0));
@@ -157,6 +212,12 @@ impl<B: Backend> Speculator<B> {
         if num_alternatives > RequestOptions::MAX_ALTERNATIVES {
             let wanted = format!("at most {} alternatives", RequestOptions::MAX_ALTERNATIVES);
             return Err(Error::misuse("log-probabilities", wanted, num_alternatives));
+        }
+        if self.shard.is_some() && (sampler.has_filters() || options.log_probs.is_some()) {
+            let wanted =
+                "whole rows of logits: gather them, and make a speculator for whole rows on every rank";
+            let subject = "top-k, top-p, min-p and log-probabilities";
+            return Err(Error::unsupported(subject, wanted, "a shard of the vocabulary"));
         }
         let free = self.requests.iter().position(Option::is_none);
         let slot = free.ok_or_else(|| {
@@ -217,69 +278,6 @@ impl<B: Backend> Speculator<B> {
         self.backend.draft(&mut self.draft, &mut self.states, &[slot], None)?;
         self.times.draft += started.elapsed();
         Ok(())
-    }
-
-    /// Ends the prompt and chooses the first output token from the logits of its last token, `[vocab]`.
-    ///
-    /// # Errors
-    /// *Misuse* when the request is unknown or has begun, the prompt is empty or shorter than the outputs said to
-    /// be in it, or the logits have another length; *fault* when they give no token.
-    pub fn begin(&mut self, id: RequestId, logits: B::View<'_>) -> Result<FirstToken> {
-        self.begin_where(id, logits, None)
-    }
-
-    /// As [`begin`](Self::begin), with a bit for each token, `[vocab / 32, rounded up]`, lowest first: whether it
-    /// may be the first.
-    ///
-    /// # Errors
-    /// As there; *misuse* also when the mask has another length.
-    pub fn begin_masked(&mut self, id: RequestId, logits: B::View<'_>, mask: &[u32]) -> Result<FirstToken> {
-        self.begin_where(id, logits, Some(mask))
-    }
-
-    fn begin_where(
-        &mut self,
-        id: RequestId,
-        logits: B::View<'_>,
-        allowed: Option<&[u32]>,
-    ) -> Result<FirstToken> {
-        let slot = self.slot(id)?;
-        let request = Self::request(&mut self.requests, slot)?;
-        if request.prompt_len.is_some() {
-            return Err(Error::misuse("begin", "a request that has not begun", id.0));
-        }
-        let text = &mut self.states[slot].text;
-        let prompt_len = text.committed.len();
-        if prompt_len == 0 {
-            return Err(Error::misuse("prompt", "at least 1 token", 0));
-        }
-        let num_prior = request.options.num_prior_outputs;
-        text.output_start = prompt_len.checked_sub(num_prior).ok_or_else(|| {
-            Error::misuse("prior outputs", format!("at most the prompt's {prompt_len} tokens"), num_prior)
-        })?;
-        expect_len("logits", self.vocab, B::view_len(logits))?;
-        let context = text.context(&[], allowed);
-        let (backend, draft, sampler) = (&self.backend, &mut self.draft, &text.sampler);
-        backend.choose_all(draft, logits, self.vocab, std::iter::once((sampler, context)))?;
-        let token = backend.choose(draft, logits, self.vocab, 0, sampler, context)?.token();
-        let log_prob = request.options.log_probs;
-        let log_prob =
-            log_prob.map(|count| backend.log_prob(logits, self.vocab, 0, token, count)).transpose()?;
-        request.prompt_len = Some(prompt_len);
-        // So that no later step allocates.
-        text.committed.reserve(request.options.max_new_tokens.min(self.config.max_len - prompt_len));
-        text.committed.push(token);
-        self.states[slot].next_tokens.push(token);
-        let finished = if request.options.stop_tokens.contains(&token) {
-            Some(FinishReason::Stop(token))
-        } else {
-            let num_remaining = request.num_remaining(prompt_len + 1, self.config.max_len);
-            (num_remaining == 0).then_some(FinishReason::Length)
-        };
-        if finished.is_some() {
-            self.retire(slot);
-        }
-        Ok(FirstToken { token, log_prob, finished })
     }
 
     /// Drafts a tree for each of these requests and packs them into `batch`, in this order.
@@ -384,149 +382,6 @@ impl<B: Backend> Speculator<B> {
         Ok(())
     }
 
-    /// Verifies a batch: `logits` is `[rows, vocab]` and `features` `[rows, feature_width]`, the target's for
-    /// the rows of `batch`. Returns a verdict for each entry, in order.
-    ///
-    /// A request that was cancelled meanwhile gets a verdict without tokens, one whose logits are broken a
-    /// verdict with [`FinishReason::Fault`]; the others are not affected.
-    ///
-    /// # Errors
-    /// *Misuse* when the batch is not the last proposal of each of its requests, was accepted before, was not
-    /// made by [`propose`](Self::propose), or has another number of rows than the logits or features.
-    pub fn accept(
-        &mut self,
-        batch: &VerifyBatch,
-        logits: B::View<'_>,
-        features: B::View<'_>,
-    ) -> Result<&[Verdict]> {
-        self.accept_where(batch, logits, features, None)
-    }
-
-    /// As [`accept`](Self::accept), for output that must follow a grammar.
-    ///
-    /// `masks(entry, node, mask)` is asked for nodes, parents before children: which tokens may follow `node`. The CPU
-    /// backend asks for those that the walk reaches, a GPU, which chooses all rows at once, for all. It clears bits of `mask`, `[vocab / 32, rounded up]`, lowest bit first, all set before; or
-    /// returns false if there is no restriction. A node without an allowed token ends its request with
-    /// [`FinishReason::Fault`].
-    ///
-    /// # Errors
-    /// As [`accept`](Self::accept).
-    pub fn accept_masked(
-        &mut self,
-        batch: &VerifyBatch,
-        logits: B::View<'_>,
-        features: B::View<'_>,
-        mut masks: impl FnMut(&BatchEntry, NodeId, &mut [u32]) -> bool,
-    ) -> Result<&[Verdict]> {
-        self.accept_where(batch, logits, features, Some(&mut masks))
-    }
-
-    fn accept_where(
-        &mut self,
-        batch: &VerifyBatch,
-        logits: B::View<'_>,
-        features: B::View<'_>,
-        mut masks: Option<MasksByNode<'_>>,
-    ) -> Result<&[Verdict]> {
-        let started = Instant::now();
-        let (vocab, width) = (self.vocab, self.feature_width);
-        expect_len("logits of the batch", batch.num_rows() * vocab, B::view_len(logits))?;
-        expect_len("features of the batch", batch.num_rows() * width, B::view_len(features))?;
-        let Origin { speculator, step } = batch.origin();
-        if speculator != self.id {
-            return Err(Error::misuse("batch", "one that this speculator proposed", "another"));
-        }
-        self.active.clear();
-        for entry in batch.entries() {
-            // A slot's request is the entry's, unless that one is gone and its id was taken anew.
-            let id = entry.request();
-            let slot = self.slots.get(&id).copied().filter(|&slot| {
-                self.requests[slot].as_ref().is_some_and(|request| request.admitted_step < step)
-            });
-            let Some(slot) = slot else {
-                self.active.push(usize::MAX);
-                continue;
-            };
-            let proposed = self.requests[slot].as_ref().and_then(|request| request.proposed_step);
-            if proposed != Some(step) {
-                let wanted = match proposed {
-                    Some(last) => format!("the one of step {last}, the last proposal for request {}", id.0),
-                    None => format!("an open proposal for request {}", id.0),
-                };
-                return Err(Error::misuse("batch", wanted, format_args!("step {step}")));
-            }
-            self.active.push(slot);
-        }
-        if B::CHOOSES_AT_ONCE {
-            self.choices.prepare(batch, vocab, masks.as_mut());
-            let rows = self.choices.rows(batch, &self.active, &self.states);
-            self.backend.choose_all(&mut self.draft, logits, vocab, rows)?;
-        }
-        self.verdicts.truncate(batch.entries().len());
-        self.verdicts.resize_with(batch.entries().len(), Verdict::new);
-        // What may fail comes first: a failure leaves every request as it was.
-        for place in 0..self.active.len() {
-            let (entry, slot) = (&batch.entries()[place], self.active[place]);
-            let verdict = &mut self.verdicts[place];
-            let Some(request) = self.requests.get(slot).and_then(Option::as_ref) else {
-                verdict.nothing(entry, FinishReason::Cancelled);
-                continue;
-            };
-            let text = &self.states[slot].text;
-            let limits = OutputLimits {
-                stop_tokens: &request.options.stop_tokens,
-                num_remaining: request.num_remaining(text.committed.len(), self.config.max_len),
-            };
-            let first_row = entry.rows().start;
-            let (backend, draft, path, mask) = (&self.backend, &self.draft, &mut self.path, &mut self.mask);
-            path.clear();
-            let mut log_probs = std::mem::take(&mut verdict.log_probs);
-            log_probs.clear();
-            verdict.walk(entry, limits, |node| {
-                // The walk goes down: each node is a child of the one before.
-                if node != NodeId::ROOT {
-                    path.push(entry.tree().token(node));
-                }
-                let is_masked = !B::CHOOSES_AT_ONCE
-                    && masks.as_mut().is_some_and(|masks| {
-                        mask.fill(u32::MAX);
-                        masks(entry, node, mask)
-                    });
-                let context = text.context(path, is_masked.then_some(mask));
-                let row = first_row + node.index();
-                let token = backend.choose(draft, logits, vocab, row, &text.sampler, context)?.token();
-                if let Some(count) = request.options.log_probs {
-                    log_probs.push(backend.log_prob(logits, vocab, row, token, count)?);
-                }
-                Ok(token)
-            });
-            verdict.log_probs = log_probs;
-        }
-        let kept = self.active.iter().zip(&self.verdicts).zip(batch.entries());
-        let kept = kept.filter(|((_, verdict), _)| verdict.finished.is_none());
-        let kept = kept.flat_map(|((slot, verdict), entry)| {
-            verdict.path.iter().map(|node| (*slot, entry.rows().start + node.index()))
-        });
-        self.backend.keep_features(&mut self.draft, features, kept)?;
-        for place in 0..self.active.len() {
-            let (entry, slot) = (&batch.entries()[place], self.active[place]);
-            let verdict = &self.verdicts[place];
-            let Some(request) = self.requests.get_mut(slot).and_then(Option::as_mut) else { continue };
-            let state = &mut self.states[slot];
-            request.proposed_step = None;
-            state.text.committed.extend_from_slice(&verdict.emitted);
-            request.stats.record(entry, verdict)?;
-            self.stats.record(entry, verdict)?;
-            if verdict.finished.is_some() {
-                self.retire(slot);
-            } else {
-                state.next_tokens.extend_from_slice(&verdict.emitted);
-            }
-        }
-        self.times.host += started.elapsed();
-        Ok(&self.verdicts)
-    }
-
     /// Takes a request out and returns its output, finished or not.
     ///
     /// # Errors
@@ -568,6 +423,21 @@ impl<B: Backend> Speculator<B> {
         coupling.check()?;
         self.states[slot].text.coupling = coupling;
         Ok(())
+    }
+
+    /// Replaces `values` by those of rank 0, on every rank of a [sharded](Self::new_sharded) speculator: what depends on
+    /// measured time is decided by rank 0 alone. All ranks call it, with as many values. Without other ranks, nothing
+    /// happens.
+    ///
+    /// # Errors
+    /// As [`VocabShard::broadcast`].
+    pub fn broadcast(&mut self, values: &mut [u64]) -> Result<()> {
+        self.shard.as_mut().map_or(Ok(()), |shard| shard.broadcast(values))
+    }
+
+    /// Where it runs.
+    pub fn backend(&self) -> &B {
+        &self.backend
     }
 
     /// Prompt and output tokens of a request so far.

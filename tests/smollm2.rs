@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use eagle_verify::backend::cpu::Cpu;
+use eagle_verify::comm::{Rank, Rendezvous, VocabShard, VocabShardConfig, WorldSize};
 use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
     Coupling, DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, RequestOptions, Speculator,
@@ -18,6 +19,8 @@ use safetensors::tensor::SafeTensors;
 #[path = "../examples/smollm2/mod.rs"]
 mod smollm2;
 use smollm2::model::{Pass, Target};
+use smollm2::serve::Chooser;
+use smollm2::shard::TIME_LIMIT;
 use smollm2::{fetch, prompts, serve};
 
 const MAX_LEN: usize = 512;
@@ -37,7 +40,7 @@ fn model() -> Option<(PathBuf, MutexGuard<'static, ()>)> {
 }
 
 fn target(path: &Path) -> Target {
-    let mut target = Target::load(path, &Cpu::new().unwrap(), 4, MAX_LEN).unwrap();
+    let mut target = Target::load(path, &[Cpu::new().unwrap()], 4, MAX_LEN).unwrap().remove(0);
     target.capture(&[1, 14, 26]);
     target
 }
@@ -123,7 +126,7 @@ fn the_target_matches_the_golden_vectors() {
             let path: Vec<TokenId> = verdict.path.iter().map(|n| TokenId(n.index() as u32)).collect();
             assert_eq!(path, golden.tokens(&of("accepted_path")));
             let plan = verdict.commit_plan();
-            target.cache().commit(lease.table(), plan).unwrap();
+            target.commit(lease.table(), plan).unwrap();
             lease.commit(plan.num_kept_rows()).unwrap();
         }
     }
@@ -157,7 +160,7 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
     let texts = prompts::BUILT_IN.iter().enumerate().filter(|(i, _)| i % 7 < num_of_kind);
     let texts = texts.map(|(_, (_, text))| text);
     let prompts: Vec<_> = texts.map(|text| target.tokenizer.chat(text).unwrap()).collect();
-    let cpu = Cpu::new().unwrap();
+    let mut chooser = Chooser::Whole(Cpu::new().unwrap());
     let tree = |width, depth, nodes| DraftBudget::new(width, depth, nodes).unwrap();
     let greedy = SamplingParams::default();
     let sampled = |temperature, top_p| SamplingParams { temperature, top_p, seed: 11, ..Default::default() };
@@ -181,8 +184,11 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
         (penalised, 2, &few[..], 0.99),
     ] {
         let prompts = &prompts[..num_prompts];
-        let plain = serve::plain(&mut target, &cpu, prompts, 1, 24, &params).unwrap();
-        assert_eq!(serve::plain(&mut target, &cpu, prompts, 3, 24, &params).unwrap().outputs, plain.outputs);
+        let plain = serve::plain(&mut target, &mut chooser, prompts, 1, 24, &params).unwrap();
+        assert_eq!(
+            serve::plain(&mut target, &mut chooser, prompts, 3, 24, &params).unwrap().outputs,
+            plain.outputs
+        );
         for &(batch, budget) in budgets {
             // With the noise and without: the text is the same.
             let coupling = if batch == 3 { Coupling::NONE } else { Coupling::default() };
@@ -206,7 +212,7 @@ fn text_is_plain_decodings_in_every_mode_and_batch() {
 fn files_that_are_not_the_model_are_named() {
     let folder = std::env::temp_dir().join(format!("eagle-verify-test-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let cpu = Cpu::with_threads(1).unwrap();
+    let cpu = [Cpu::with_threads(1).unwrap()];
     let refused =
         |path: &Path| format!("{:#}", Target::load(path, &cpu, 1, 64).err().expect("it was accepted"));
     assert!(refused(&folder.join("absent.gguf")).contains("cannot open the model"));
@@ -244,5 +250,55 @@ fn prompt_files_are_lines_or_json_lines() {
     assert_eq!(file("b.jsonl", lines).unwrap(), ["one", "two"]);
     for bad in ["", "{\"turns\": []}", "{\"text\": \"x\"}", "no json"] {
         assert!(file("c.jsonl", bad).is_err(), "{bad}");
+    }
+}
+
+/// The target split over ranks: their texts are equal, and those of chains and trees are plain decoding's.
+#[test]
+fn ranks_that_share_the_target_emit_plain_decodings_text() {
+    let Some((path, _turn)) = model() else { return };
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/assets/smollm2-135m-eagle3");
+    for world in [WorldSize::Two, WorldSize::Four] {
+        let cpus: Vec<Cpu> = world.ranks().map(|_| Cpu::with_threads(1).unwrap()).collect();
+        let targets = Target::load(&path, &cpus, 2, 128).unwrap();
+        let head = Eagle3Checkpoint::load(&assets, targets[0].target_shape()).unwrap();
+        let prompt = targets[0].tokenizer.chat("Name three colours.").unwrap();
+        let meetings = [(); 3].map(|()| Rendezvous::new(world, TIME_LIMIT));
+        let life = |rank: Rank, mut target: Target| {
+            target.capture(&[1, 14, 26]);
+            target.join(&meetings[0], rank).unwrap();
+            let columns = VocabShardConfig::new(target.shape.vocab, target.shard.vocab.clone());
+            let shard = |meeting| VocabShard::join(meeting, rank, columns.clone()).unwrap();
+            let (cpu, table) = (target.cpu.clone(), Some(target.embedding()));
+            let mut chooser = Chooser::Shard(cpu.clone(), shard(&meetings[1]));
+            let config = SpeculatorConfig { max_requests: 2, max_len: 128 };
+            let mut speculator =
+                Speculator::new_sharded(cpu, &head, table, config, shard(&meetings[2])).unwrap();
+            let sampling = SamplingParams { temperature: 0.7, seed: 3, ..Default::default() };
+            let mut texts = Vec::new();
+            for sampling in [SamplingParams::default(), sampling] {
+                let prompts = [prompt.clone()];
+                let plain = serve::plain(&mut target, &mut chooser, &prompts, 1, 12, &sampling).unwrap();
+                for budget in [DraftBudget::chain(3).unwrap(), DraftBudget::new(8, 4, 12).unwrap()] {
+                    let sampling = sampling.clone();
+                    let options =
+                        RequestOptions { max_new_tokens: 12, budget, sampling, ..Default::default() };
+                    let run =
+                        serve::speculative(&mut target, &mut speculator, &prompts, 1, &options).unwrap();
+                    assert_eq!(run.outputs, plain.outputs, "{world:?}, {budget:?}");
+                }
+                texts.push(plain.outputs);
+            }
+            assert!(speculator.stats().num_correct_drafts() > 10, "{:?}", speculator.stats());
+            texts
+        };
+        let life = &life;
+        let texts: Vec<_> = std::thread::scope(|scope| {
+            let ranks = world.ranks().zip(targets);
+            let ranks: Vec<_> = ranks.map(|(rank, target)| scope.spawn(move || life(rank, target))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+        assert_ne!(texts[0][0], texts[0][1], "the noise decides");
     }
 }

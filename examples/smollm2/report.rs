@@ -42,6 +42,7 @@ pub struct Report {
     pub batch: usize,
     pub max_new_tokens: usize,
     pub threads: usize,
+    pub ranks: usize,
     pub modes: Vec<ModeReport>,
 }
 
@@ -71,8 +72,14 @@ impl ModeReport {
 impl Report {
     pub fn print(&self) {
         println!(
-            "\n{}, {} prompts, up to {} new tokens, batch {}, {} threads",
-            self.model, self.num_prompts, self.max_new_tokens, self.batch, self.threads
+            "\n{}, {} prompts, up to {} new tokens, batch {}, {} threads, {} rank{}",
+            self.model,
+            self.num_prompts,
+            self.max_new_tokens,
+            self.batch,
+            self.threads,
+            self.ranks,
+            if self.ranks == 1 { "" } else { "s" }
         );
         println!(
             "{:<22} {:>7} {:>6} {:>10} {:>25} {:>9} {:>8} {:>8}  identical text",

@@ -2,14 +2,19 @@
 //!
 //! Both modes use the same forward pass, threads and KV code, and batch continuously: a request that has
 //! finished makes room for the next prompt. Plain decoding doesn't touch a `Speculator`.
+//!
+//! Where the target is split over ranks, each of them runs this same code on its part: their passes meet in the
+//! target's sums, their choices in a `VocabShard`, and nothing here depends on time, so that they stay in step.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use eagle_verify::backend::cpu::Cpu;
-use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
+use eagle_verify::comm::VocabShard;
+use eagle_verify::sampling::{ChoiceKey, Sampler, SamplingContext, SamplingParams};
 use eagle_verify::{AcceptStats, PageTable, RequestId, RequestOptions, Speculator, TokenId, VerifyBatch};
 
+use super::device::Device;
 use super::model::{Pass, Target};
 use super::tokenizer::END_OF_TURN;
 
@@ -58,10 +63,47 @@ struct Active {
     last: TokenId,
 }
 
+/// How plain decoding chooses: from whole rows of logits, or from a rank's columns together with the other ranks.
+pub enum Chooser {
+    Whole(Cpu),
+    Shard(Cpu, VocabShard),
+}
+
+impl Chooser {
+    /// A token for each row of logits.
+    fn choose(
+        &mut self,
+        sampler: &Sampler,
+        logits: &[f32],
+        contexts: &[SamplingContext<'_>],
+    ) -> Result<Vec<TokenId>> {
+        let rows = logits.chunks(logits.len() / contexts.len()).zip(contexts);
+        let keys: Vec<ChoiceKey> = match self {
+            Self::Whole(cpu) => {
+                rows.map(|(row, context)| cpu.sample(sampler, row, *context)).collect::<Result<_, _>>()?
+            }
+            Self::Shard(cpu, shard) => {
+                let (columns, vocab) = (shard.columns(), shard.vocab());
+                let keys = rows.map(|(row, at)| cpu.sample_shard(sampler, row, columns.clone(), vocab, *at));
+                let mut keys = keys.collect::<Result<Vec<_>, _>>()?;
+                shard.combine(&mut keys)?;
+                keys.into_iter().map(ChoiceKey::checked).collect::<Result<_, _>>()?
+            }
+        };
+        Ok(keys.into_iter().map(ChoiceKey::token).collect())
+    }
+}
+
+/// Where the token after a text is drawn.
+fn context<'a>(prompt: &'a [TokenId], output: &'a [TokenId]) -> SamplingContext<'a> {
+    let position = (prompt.len() + output.len()) as u32;
+    SamplingContext { position, prompt, output, path: &[], allowed: None }
+}
+
 /// Decodes plainly.
 pub fn plain(
     target: &mut Target,
-    cpu: &Cpu,
+    chooser: &mut Chooser,
     prompts: &[Vec<TokenId>],
     batch: usize,
     max_new: usize,
@@ -69,11 +111,6 @@ pub fn plain(
 ) -> Result<Run> {
     let started = Instant::now();
     let sampler = Sampler::new(sampling.clone())?;
-    let choose = |logits: &[f32], prompt: &[TokenId], output: &[TokenId]| -> Result<TokenId> {
-        let position = (prompt.len() + output.len()) as u32;
-        let context = SamplingContext { position, prompt, output, path: &[], allowed: None };
-        Ok(cpu.sample(&sampler, logits, context)?.token())
-    };
     let mut run = Run { outputs: vec![Vec::new(); prompts.len()], ..Run::default() };
     let (mut next, mut active) = (0, Vec::<Active>::new());
     loop {
@@ -84,7 +121,7 @@ pub fn plain(
                 let lease = table.lease(chunk.len())?;
                 let pass = Pass::prompt(lease.table(), lease.table().len(), chunk);
                 let logits = target.forward(&pass)?.logits;
-                last = choose(logits, &prompts[next], &[])?;
+                last = chooser.choose(&sampler, logits, &[context(&prompts[next], &[])])?[0];
                 lease.commit(chunk.len())?;
             }
             run.outputs[next].push(last);
@@ -102,13 +139,15 @@ pub fn plain(
         let leases = leases.collect::<Result<Vec<_>>>()?;
         let pass = Pass::decode(leases.iter().map(|(lease, token)| (lease.table(), *token)));
         let target_started = Instant::now();
-        let vocab = target.shape.vocab;
         let answer = target.forward(&pass)?;
         run.target_time += target_started.elapsed();
         leases.into_iter().try_for_each(|(lease, _)| lease.commit(1))?;
-        for (request, logits) in active.iter_mut().zip(answer.logits.chunks(vocab)) {
-            request.last = choose(logits, &prompts[request.index], &run.outputs[request.index])?;
-            run.outputs[request.index].push(request.last);
+        let contexts = active.iter().map(|r| context(&prompts[r.index], &run.outputs[r.index]));
+        let contexts: Vec<_> = contexts.collect();
+        let tokens = chooser.choose(&sampler, answer.logits, &contexts)?;
+        for (request, token) in active.iter_mut().zip(tokens) {
+            request.last = token;
+            run.outputs[request.index].push(token);
         }
         active.retain(|r| r.last != END_OF_TURN && run.outputs[r.index].len() < max_new);
         run.step_time += step_started.elapsed();
@@ -120,9 +159,9 @@ pub fn plain(
 
 /// Decodes speculatively: the loop that an engine writes around `propose` and `accept`. The end of turn stops
 /// every request, beside what `options` say.
-pub fn speculative(
+pub fn speculative<D: Device>(
     target: &mut Target,
-    speculator: &mut Speculator<Cpu>,
+    speculator: &mut Speculator<D>,
     prompts: &[Vec<TokenId>],
     batch: usize,
     options: &RequestOptions,
@@ -142,9 +181,11 @@ pub fn speculative(
             while let Some(chunk) = chunks.next() {
                 let lease = table.lease(chunk.len())?;
                 let answer = target.forward(&Pass::prompt(lease.table(), lease.table().len(), chunk))?;
-                speculator.prefill(id, chunk, answer.features)?;
+                let features = speculator.backend().bring(answer.features)?;
+                speculator.prefill(id, chunk, D::view(&features))?;
                 if chunks.peek().is_none() {
-                    first = Some(speculator.begin(id, answer.logits)?);
+                    let logits = speculator.backend().bring(answer.logits)?;
+                    first = Some(speculator.begin(id, D::view(&logits))?);
                 }
                 lease.commit(chunk.len())?;
             }
@@ -175,10 +216,13 @@ pub fn speculative(
         let answer = target.forward(&pass)?;
         run.target_time += target_started.elapsed();
 
-        let verdicts = speculator.accept(&verify_batch, answer.logits, answer.features)?;
+        let logits = speculator.backend().bring(answer.logits)?;
+        let features = speculator.backend().bring(answer.features)?;
+        let verdicts = speculator.accept(&verify_batch, D::view(&logits), D::view(&features))?;
+        drop((logits, features)); // the target goes on with its own
         for (lease, verdict) in leases.into_iter().zip(verdicts) {
             let plan = verdict.commit_plan();
-            target.cache().commit(lease.table(), plan)?;
+            target.commit(lease.table(), plan)?;
             lease.commit(plan.num_kept_rows())?;
         }
         let done: Vec<bool> = verdicts.iter().map(|verdict| verdict.finished.is_some()).collect();

@@ -7,6 +7,8 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
+use std::ops::Range;
+
 use crate::draft::{CandidatePool, Coupling, DraftBudget, Eagle3Checkpoint};
 use crate::error::Result;
 use crate::kv::PageTable;
@@ -34,7 +36,7 @@ pub trait Backend: sealed::Sealed + Sized {
     #[doc(hidden)]
     const CHOOSES_AT_ONCE: bool;
 
-    /// Brings a head's weights into this backend's memory.
+    /// Brings a head's weights into this backend's memory. `columns` are the tokens whose logits it will choose from.
     ///
     /// # Errors
     /// *Unsupported* when the backend has no kernel for a size of the head; *misuse* when the head needs the
@@ -45,11 +47,16 @@ pub trait Backend: sealed::Sealed + Sized {
         checkpoint: &Eagle3Checkpoint,
         embedding: Option<Self::Embedding>,
         limits: DraftLimits,
+        columns: &Range<usize>,
     ) -> Result<Self::Draft>;
 
     /// Number of elements of a view.
     #[doc(hidden)]
     fn view_len(view: Self::View<'_>) -> usize;
+
+    /// Some of a view's elements, which are there.
+    #[doc(hidden)]
+    fn part<'a>(view: Self::View<'a>, range: Range<usize>) -> Self::View<'a>;
 
     /// Appends rows of `features` to those that wait: each item is a slot and a row for it.
     ///
@@ -89,49 +96,27 @@ pub trait Backend: sealed::Sealed + Sized {
     #[doc(hidden)]
     fn read_kv(&self, draft: &Self::Draft, table: &PageTable, num_rows: usize) -> Result<Vec<f32>>;
 
-    /// Prepares [`choose`](Self::choose) for all rows of `logits`, in order, each with its sampler and context. Only
-    /// of a backend that [`CHOOSES_AT_ONCE`](Self::CHOOSES_AT_ONCE).
+    /// Chooses from all rows of `logits`, `[rows, columns]`, each with its sampler and context: `keys` becomes those of
+    /// [`Sampler::choose`], combined over the draft's columns. What is wrong with a row is in its key.
     ///
     /// # Errors
-    /// *Misuse* when the view is not of this backend; *fault* when the device fails.
+    /// *Misuse* when the view is not of this backend or a mask has another length; *fault* when the device fails.
     #[doc(hidden)]
     fn choose_all<'a>(
         &self,
         draft: &mut Self::Draft,
         logits: Self::View<'_>,
-        vocab: usize,
         rows: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
+        keys: &mut Vec<ChoiceKey>,
     ) -> Result<()>;
 
-    /// The target's token of one row of logits, `[rows, vocab]`: [`Sampler::choose`].
-    ///
-    /// # Errors
-    /// *Fault* when the row gives no token.
-    #[doc(hidden)]
-    fn choose(
-        &self,
-        draft: &Self::Draft,
-        logits: Self::View<'_>,
-        vocab: usize,
-        row: usize,
-        sampler: &Sampler,
-        context: SamplingContext<'_>,
-    ) -> Result<ChoiceKey>;
-
-    /// The log-probability of a token in one row of logits, and the `count` likeliest tokens:
+    /// The log-probability of a token in a row of logits, `[vocab]`, and the `count` likeliest tokens:
     /// [`TokenLogProb::new`].
     ///
     /// # Errors
     /// *Fault* when the device fails.
     #[doc(hidden)]
-    fn log_prob(
-        &self,
-        logits: Self::View<'_>,
-        vocab: usize,
-        row: usize,
-        token: TokenId,
-        count: usize,
-    ) -> Result<TokenLogProb>;
+    fn log_prob(&self, logits: Self::View<'_>, token: TokenId, count: usize) -> Result<TokenLogProb>;
 }
 
 /// Asked which tokens may follow some drafts (`slot, path, mask`): clears bits of the mask, or returns false.

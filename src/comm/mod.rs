@@ -42,6 +42,7 @@ pub(crate) mod plan;
 mod rendezvous;
 #[cfg(target_os = "linux")]
 mod symmetric;
+mod vocab_shard;
 
 use std::time::Duration;
 
@@ -53,9 +54,11 @@ use crate::norm::{RmsNorm, check_scale};
 
 pub use plan::{Algorithm, Crossovers, Rank, WorldSize};
 pub use rendezvous::Rendezvous;
+pub use vocab_shard::{VocabShard, VocabShardConfig};
 
 use parcel::{Offer, Parcel, Reader, Writer};
 use plan::Shape;
+pub(crate) use vocab_shard::check_columns;
 
 /// What the ranks of a group agree on. It must be equal on all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -101,16 +104,20 @@ impl GroupConfig {
         let crossovers = self.crossovers.unwrap_or(Crossovers::predicted(world, false));
         let shape = Shape { world, hidden: self.hidden, max_rows: self.max_rows, crossovers };
         shape.check()?;
-        if self.time_limit < Duration::from_millis(1) || self.time_limit > Duration::from_secs(3600) {
-            let seen = format!("{:?}", self.time_limit);
-            return Err(Error::misuse("time limit", "from 1 ms to an hour", seen));
-        }
+        check_time_limit(self.time_limit)?;
         if self.max_blocks == 0 || !(1..=4).contains(&self.max_warps_per_group) {
             let seen = format!("{} and {}", self.max_blocks, self.max_warps_per_group);
             return Err(Error::misuse("blocks and warps per group", "at least 1, and 1..=4", seen));
         }
         Ok(shape)
     }
+}
+
+fn check_time_limit(limit: Duration) -> Result<()> {
+    if (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&limit) {
+        return Ok(());
+    }
+    Err(Error::misuse("time limit", "from 1 ms to an hour", format!("{limit:?}")))
 }
 
 /// What is compared first.

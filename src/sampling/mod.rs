@@ -47,6 +47,11 @@ impl ChoiceKey {
         from_ordered_bits((self.0 >> 32) as u32)
     }
 
+    /// The key of a row with a NaN at `token`: in its logits, or else (`is_made`) once penalties and bias are applied.
+    pub(crate) fn nan(token: TokenId, is_made: bool) -> Self {
+        Self((LAST_NAN - u64::from(is_made)) << 32 | u64::from(!token.0))
+    }
+
     /// The key of a row, combined from all its parts, or what is wrong with the row.
     ///
     /// Parts of a row that are worked on apart, such as vocabulary shards on GPUs, report a NaN by a key above
@@ -63,6 +68,7 @@ impl ChoiceKey {
 /// Where scores end and NaNs begin in the high half of a key: first those that penalties and bias have made, then
 /// those of the logits themselves.
 const FIRST_NAN: u64 = 0xFFFF_FFFE;
+const LAST_NAN: u64 = 0xFFFF_FFFF;
 
 /// Bits that compare as their numbers do.
 #[inline(always)]
@@ -127,7 +133,9 @@ mod tests {
 
     #[test]
     fn keys_say_what_is_wrong_with_their_row() {
-        let nan = |high: u64, token: u32| ChoiceKey(high << 32 | u64::from(!token));
+        let nan = |high: u64, token: u32| ChoiceKey::nan(TokenId(token), high == 0xFFFF_FFFE);
+        assert_eq!(nan(0xFFFF_FFFE, 7), ChoiceKey(0xFFFF_FFFE << 32 | u64::from(!7u32)));
+        assert_eq!(nan(0xFFFF_FFFF, 7), ChoiceKey(0xFFFF_FFFF << 32 | u64::from(!7u32)));
         let best = choose(&[1.0, f32::INFINITY]).unwrap();
         assert_eq!(best.checked().unwrap(), best);
         for (key, wanted) in [

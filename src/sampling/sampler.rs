@@ -159,7 +159,10 @@ impl Sampler {
             return Err(nan_logit(TokenId(token as u32)));
         }
         let mut adjusted = logits.to_vec();
-        self.adjust(&mut adjusted, Columns::All, context, &mut TokenCounts::default())?;
+        let columns = Columns::From { first: 0, vocab: logits.len() };
+        if let Some(token) = self.adjust(&mut adjusted, columns, context, &mut TokenCounts::default())? {
+            return Err(nan_logit(token));
+        }
         let params = &self.params;
         if params.temperature == 0.0 {
             return choose(&adjusted);
@@ -174,19 +177,29 @@ impl Sampler {
         reject_masked(best)
     }
 
-    /// Applies penalties, bias and mask to logits of `columns`.
+    /// Whether its choice looks at all tokens of a row, so that parts of the row cannot choose apart.
+    pub(crate) fn has_filters(&self) -> bool {
+        let SamplingParams { temperature, top_k, top_p, min_p, .. } = self.params;
+        temperature > 0.0 && (top_k > 0 || top_p < 1.0 || min_p > 0.0)
+    }
+
+    /// Applies penalties, bias and mask to logits of `columns`. Returns the first token, if any, whose logit is NaN
+    /// now, which it was not before: infinite logits and infinite penalties have met.
+    ///
+    /// # Errors
+    /// *Misuse* when the mask is of another length.
     pub(crate) fn adjust(
         &self,
         logits: &mut [f32],
         columns: Columns<'_>,
         context: SamplingContext<'_>,
         counts: &mut TokenCounts,
-    ) -> Result<()> {
+    ) -> Result<Option<TokenId>> {
         let SamplingContext { prompt, output, path, allowed, .. } = context;
         let params = &self.params;
         let has_penalty = params.has_penalty();
         if !has_penalty && params.logit_bias.is_empty() && allowed.is_none() {
-            return Ok(());
+            return Ok(None);
         }
         if has_penalty {
             counts.of(columns.num_tokens(logits.len()), prompt, [output, path], |counts| {
@@ -202,9 +215,10 @@ impl Sampler {
                     *count = 0; // a token that comes again was penalised already
                 };
                 match columns {
-                    Columns::All => {
+                    Columns::From { .. } => {
                         for token in [prompt, output, path].into_iter().flatten() {
-                            if let Some(logit) = logits.get_mut(token.0 as usize) {
+                            let column = columns.find(*token);
+                            if let Some(logit) = column.and_then(|column| logits.get_mut(column)) {
                                 penalise(logit, &mut counts[token.0 as usize]);
                             }
                         }
@@ -223,8 +237,8 @@ impl Sampler {
             }
         }
         if let Some(allowed) = allowed {
-            if let Columns::All = columns {
-                let words = logits.len().div_ceil(32);
+            if let Columns::From { vocab, .. } = columns {
+                let words = vocab.div_ceil(32);
                 crate::error::expect_len("mask of allowed tokens, in words", words, allowed.len())?;
             }
             for (column, logit) in logits.iter_mut().enumerate() {
@@ -234,11 +248,7 @@ impl Sampler {
                 }
             }
         }
-        // Infinite logits and infinite penalties may have met.
-        match logits.iter().position(|logit| logit.is_nan()) {
-            Some(column) => Err(nan_logit(columns.token(column))),
-            None => Ok(()),
-        }
+        Ok(logits.iter().position(|logit| logit.is_nan()).map(|column| columns.token(column)))
     }
 
     /// The smallest `z` that the filters keep.
@@ -273,23 +283,23 @@ impl Sampler {
 /// Which tokens the columns of a row of logits are.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Columns<'a> {
-    /// Column `i` is token `i`.
-    All,
+    /// Column `i` is token `first + i`: a shard of a vocabulary of `vocab` tokens, or all of it.
+    From { first: usize, vocab: usize },
     /// Column `i` is the `i`-th of these, which ascend.
     Of(&'a [TokenId]),
 }
 
 impl Columns<'_> {
-    fn token(self, column: usize) -> TokenId {
+    pub(crate) fn token(self, column: usize) -> TokenId {
         match self {
-            Self::All => TokenId(column as u32),
+            Self::From { first, .. } => TokenId((first + column) as u32),
             Self::Of(tokens) => tokens[column],
         }
     }
 
     fn find(self, token: TokenId) -> Option<usize> {
         match self {
-            Self::All => Some(token.0 as usize),
+            Self::From { first, .. } => (token.0 as usize).checked_sub(first),
             Self::Of(tokens) => tokens.binary_search(&token).ok(),
         }
     }
@@ -297,7 +307,7 @@ impl Columns<'_> {
     /// All tokens of the columns are below this.
     fn num_tokens(self, num_columns: usize) -> usize {
         match self {
-            Self::All => num_columns,
+            Self::From { first, .. } => first + num_columns,
             Self::Of(tokens) => tokens.last().map_or(0, |token| token.0 as usize + 1),
         }
     }

@@ -6,6 +6,7 @@ use super::*;
 use crate::ErrorKind;
 use crate::backend::cpu::{Cpu, Embedding};
 use crate::tree::NodeId;
+use crate::verify::{BatchEntry, FinishReason, OutputLimits};
 
 mod sampled;
 #[path = "../../tests/common/toy.rs"]

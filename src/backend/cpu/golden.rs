@@ -56,7 +56,7 @@ fn load(cpu: &Cpu) -> CpuHead {
     }
     let embedding = Embedding::f32(Arc::from(table), TARGET.hidden).unwrap();
     let limits = DraftLimits { max_requests: 1, max_len: 512, num_kv_pages: 64 };
-    cpu.load_draft(&checkpoint, Some(embedding), limits).unwrap()
+    cpu.load_draft(&checkpoint, Some(embedding), limits, &(0..TARGET.vocab)).unwrap()
 }
 
 fn state() -> DraftState {

@@ -1,5 +1,7 @@
 //! The EAGLE-3 head on the CPU: one Llama layer whose attention reads `[norm(embedding), norm(feature)]`.
 
+use std::ops::Range;
+
 use super::ops::{log_sum_exp, top_k};
 use super::sample::couple;
 use super::{AttentionRow, Cpu, Embedding, KvCache, KvShape, PackedLinear, Rope, silu_mul};
@@ -18,6 +20,8 @@ const PAIR_ROWS: usize = 64;
 pub struct CpuHead {
     config: Eagle3Config,
     vocab: DraftVocab,
+    /// The target's tokens whose logits are chosen from.
+    columns: Range<usize>,
     embedding: Embedding,
     layers: Layers,
     rope: Rope,
@@ -100,6 +104,7 @@ impl CpuHead {
         checkpoint: &Eagle3Checkpoint,
         embedding: Option<Embedding>,
         limits: DraftLimits,
+        columns: &Range<usize>,
     ) -> Result<Self> {
         let config = checkpoint.config.clone();
         let embedding = match &checkpoint.embedding {
@@ -117,6 +122,7 @@ impl CpuHead {
         let num_positions = limits.max_len + DraftTree::MAX_NODES;
         Ok(Self {
             vocab: checkpoint.vocab.clone(),
+            columns: columns.clone(),
             embedding,
             layers: Layers {
                 norm: RmsNorm::new(config.hidden, config.rms_epsilon)?,
@@ -147,6 +153,11 @@ impl CpuHead {
 
     pub(super) fn forget_features(&mut self, slot: usize) {
         self.waiting[slot].clear();
+    }
+
+    /// The tokens of the target's logits, and how many its vocabulary has.
+    pub(super) fn target_columns(&self) -> (Range<usize>, usize) {
+        (self.columns.clone(), self.config.target.vocab)
     }
 
     pub(crate) fn cache(&self) -> &KvCache {

@@ -14,11 +14,13 @@ mod sample;
 mod simd;
 mod threads;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
 
 use super::{Backend, DraftLimits, DraftState, MasksBySlot};
+use crate::comm::check_columns;
 use crate::draft::{Eagle3Checkpoint, Matrix, Weights};
 use crate::error::{Error, Result, expect_len};
 use crate::kv::PageTable;
@@ -72,11 +74,31 @@ impl Cpu {
         logits: &[f32],
         context: SamplingContext<'_>,
     ) -> Result<ChoiceKey> {
-        if sampler.is_plain() && context.allowed.is_none() {
-            ops::choose(logits)
-        } else {
-            sample::choose(sampler, logits, context)
+        sample::choose(sampler, logits, 0, logits.len(), context)?.checked()
+    }
+
+    /// The key of a shard of a row: `logits`, `[columns]`, are those of the tokens `columns` of a vocabulary of
+    /// `vocab`. The largest key of all shards, [checked](ChoiceKey::checked), is what [`sample`](Self::sample) gives
+    /// for the row: see [`KeyExchange`](crate::comm::KeyExchange).
+    ///
+    /// # Errors
+    /// *Misuse* when the columns are not in the vocabulary, the logits are not so many, or the mask is not of the
+    /// whole vocabulary; *unsupported* for top-k, top-p and min-p at a temperature above 0, which look at all tokens.
+    pub fn sample_shard(
+        &self,
+        sampler: &Sampler,
+        logits: &[f32],
+        columns: Range<usize>,
+        vocab: usize,
+        context: SamplingContext<'_>,
+    ) -> Result<ChoiceKey> {
+        check_columns(&columns, vocab)?;
+        expect_len("logits of a shard", columns.len(), logits.len())?;
+        if sampler.has_filters() && columns.len() < vocab {
+            let seen = format!("columns {columns:?} of {vocab}");
+            return Err(Error::unsupported("top-k, top-p and min-p", "a whole row of logits", seen));
         }
+        sample::choose(sampler, logits, columns.start, vocab, context)
     }
 
     /// Number of threads.
@@ -181,12 +203,17 @@ impl Backend for Cpu {
         checkpoint: &Eagle3Checkpoint,
         embedding: Option<Embedding>,
         limits: DraftLimits,
+        columns: &Range<usize>,
     ) -> Result<Self::Draft> {
-        head::CpuHead::new(checkpoint, embedding, limits)
+        head::CpuHead::new(checkpoint, embedding, limits, columns)
     }
 
     fn view_len(view: &[f32]) -> usize {
         view.len()
+    }
+
+    fn part<'a>(view: Self::View<'a>, range: Range<usize>) -> Self::View<'a> {
+        &view[range]
     }
 
     fn keep_features(
@@ -221,35 +248,20 @@ impl Backend for Cpu {
 
     fn choose_all<'a>(
         &self,
-        _: &mut Self::Draft,
-        _: &[f32],
-        _: usize,
-        _: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
+        draft: &mut Self::Draft,
+        logits: &[f32],
+        rows: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
+        keys: &mut Vec<ChoiceKey>,
     ) -> Result<()> {
+        let (columns, vocab) = draft.target_columns();
+        keys.clear();
+        for (row, (sampler, context)) in logits.chunks_exact(columns.len()).zip(rows) {
+            keys.push(sample::choose(sampler, row, columns.start, vocab, context)?);
+        }
         Ok(())
     }
 
-    fn choose(
-        &self,
-        _: &Self::Draft,
-        logits: &[f32],
-        vocab: usize,
-        row: usize,
-        sampler: &Sampler,
-        context: SamplingContext<'_>,
-    ) -> Result<ChoiceKey> {
-        self.sample(sampler, &logits[row * vocab..][..vocab], context)
-    }
-
-    fn log_prob(
-        &self,
-        logits: &[f32],
-        vocab: usize,
-        row: usize,
-        token: TokenId,
-        count: usize,
-    ) -> Result<TokenLogProb> {
-        let logits = &logits[row * vocab..][..vocab];
+    fn log_prob(&self, logits: &[f32], token: TokenId, count: usize) -> Result<TokenLogProb> {
         let mut best = Vec::new();
         ops::top_k(logits, count, &mut best);
         let ids = best.iter().map(|(id, _)| *id);

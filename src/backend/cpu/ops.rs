@@ -7,7 +7,7 @@ use multiversion::multiversion;
 
 use super::Cpu;
 use crate::error::{Error, Result, expect_len};
-use crate::sampling::{ChoiceKey, nan_logit, reject_masked};
+use crate::sampling::ChoiceKey;
 use crate::tree::TokenId;
 
 /// Elements that a reduction keeps apart until its end. Its shape depends on the length alone.
@@ -120,24 +120,25 @@ pub fn silu_mul(cpu: &Cpu, gate_up: &[f32], width: usize, out: &mut [f32]) -> Re
     Ok(())
 }
 
-/// The largest logit, if none is NaN.
-pub(super) fn reject_nan(logits: &[f32]) -> Result<f32> {
-    let (max, has_nan) = max_and_nan(logits);
-    if has_nan {
-        let token = logits.iter().position(|logit| logit.is_nan()).unwrap_or_default();
-        return Err(nan_logit(TokenId(token as u32)));
-    }
-    Ok(max)
+/// The largest value, or the place of the first NaN.
+pub(super) fn largest(values: &[f32]) -> Result<f32, usize> {
+    let (max, has_nan) = max_and_nan(values);
+    let nan = has_nan.then(|| values.iter().position(|value| value.is_nan()).unwrap_or_default());
+    nan.map_or(Ok(max), Err)
 }
 
-/// [`choose`](crate::sampling::choose), fast.
-pub(super) fn choose(logits: &[f32]) -> Result<ChoiceKey> {
-    let max = reject_nan(logits)?;
+/// [`choose`](crate::sampling::choose), fast, from the columns of a row that start with token `first`: errors are in
+/// the key.
+pub(super) fn choose(logits: &[f32], first: usize) -> ChoiceKey {
+    let token = |column| TokenId((first + column) as u32);
+    let max = match largest(logits) {
+        Ok(max) => max,
+        Err(column) => return ChoiceKey::nan(token(column), false),
+    };
     let place = logits.chunks(LANES).position(|chunk| chunk.contains(&max)).unwrap_or_default();
     let offset = logits.iter().skip(place * LANES).position(|logit| *logit == max);
-    // A row that is all negative infinity, or empty, has a position or not; the check refuses both.
-    let token = place * LANES + offset.unwrap_or_default();
-    reject_masked(ChoiceKey::new(max, TokenId(token as u32)))
+    // A row that is all negative infinity, or empty, has a position or not; its key is refused either way.
+    ChoiceKey::new(max, token(place * LANES + offset.unwrap_or_default()))
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
@@ -318,7 +319,7 @@ mod tests {
                 *slot = f32::NAN;
             }
             let same = |r: Result<ChoiceKey>| r.map_err(|e| e.to_string());
-            prop_assert_eq!(same(choose(&row)), same(sampling::choose(&row)));
+            prop_assert_eq!(same(choose(&row, 0).checked()), same(sampling::choose(&row)));
         }
 
         #[test]

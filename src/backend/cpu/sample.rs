@@ -13,8 +13,7 @@ use crate::draft::Coupling;
 use crate::error::Result;
 use crate::sampling::{
     BLOCK, ChoiceKey, Columns, LARGEST_WEIGHT, Sampler, SamplingContext, SamplingParams, TokenCounts,
-    from_ordered_bits, gumbel, noise_bound, ordered_bits, reject_masked, scaled, share, uniform_block,
-    weight,
+    from_ordered_bits, gumbel, nan_logit, noise_bound, ordered_bits, scaled, share, uniform_block, weight,
 };
 use crate::tree::TokenId;
 
@@ -26,9 +25,22 @@ struct Scratch {
     counts: TokenCounts,
 }
 
-/// The same key, or error, as `sampler.choose(logits, context)`.
-pub(super) fn choose(sampler: &Sampler, logits: &[f32], context: SamplingContext<'_>) -> Result<ChoiceKey> {
-    with_scratch(|scratch| scratch.choose(sampler, logits, context))
+/// The key of the columns of a row that start with token `first` of `vocab`. That of a whole row is, once checked,
+/// what `sampler.choose(logits, context)` gives; a sampler with filters has to see the whole.
+///
+/// # Errors
+/// *Misuse* when the mask is of another length. What is wrong with the row is in the key.
+pub(super) fn choose(
+    sampler: &Sampler,
+    logits: &[f32],
+    first: usize,
+    vocab: usize,
+    context: SamplingContext<'_>,
+) -> Result<ChoiceKey> {
+    if sampler.is_plain() && context.allowed.is_none() {
+        return Ok(ops::choose(logits, first));
+    }
+    with_scratch(|scratch| scratch.choose(sampler, logits, Columns::From { first, vocab }, context))
 }
 
 fn with_scratch<R>(action: impl FnOnce(&mut Scratch) -> R) -> R {
@@ -41,18 +53,24 @@ impl Scratch {
         &mut self,
         sampler: &Sampler,
         logits: &[f32],
+        columns: Columns<'_>,
         context: SamplingContext<'_>,
     ) -> Result<ChoiceKey> {
-        ops::reject_nan(logits)?;
+        if let Err(column) = ops::largest(logits) {
+            return Ok(ChoiceKey::nan(columns.token(column), false));
+        }
         let params = sampler.params();
         self.z.clear();
         self.z.extend_from_slice(logits);
-        sampler.adjust(&mut self.z, Columns::All, context, &mut self.counts)?;
+        if let Some(token) = sampler.adjust(&mut self.z, columns, context, &mut self.counts)? {
+            return Ok(ChoiceKey::nan(token, true));
+        }
+        let first = columns.token(0);
         if params.temperature == 0.0 {
-            return ops::choose(&self.z);
+            return Ok(ops::choose(&self.z, first.0 as usize));
         }
         let threshold = self.threshold(params);
-        reject_masked(draw(&self.z, threshold, params.seed, context.position))
+        Ok(draw(&self.z, first, threshold, params.seed, context.position))
     }
 
     /// Divides `z` by the temperature, which is above 0, and returns the smallest that the filters keep.
@@ -91,9 +109,11 @@ pub(super) fn couple(
     context: SamplingContext<'_>,
 ) -> Result<()> {
     with_scratch(|scratch| {
-        ops::reject_nan(logits)?;
+        ops::largest(logits).map_err(|column| nan_logit(columns[column]))?;
         let params = sampler.params();
-        sampler.adjust(logits, Columns::Of(columns), context, &mut scratch.counts)?;
+        if let Some(token) = sampler.adjust(logits, Columns::Of(columns), context, &mut scratch.counts)? {
+            return Err(nan_logit(token));
+        }
         if params.temperature == 0.0 {
             if coupling.confidence_temperature != 1.0 {
                 logits.iter_mut().for_each(|logit| *logit /= coupling.confidence_temperature);
@@ -185,20 +205,24 @@ fn reach(z: &[f32], mut wanted: u64, weight: impl Fn(usize) -> u64, rest: &mut V
     from_ordered_bits(prefix)
 }
 
-/// The largest of `z + noise` among tokens with `z >= threshold`.
+/// The largest of `z + noise` among tokens with `z >= threshold`; `z` starts with token `first`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq", "x86_64+avx2+fma"))]
-fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
+fn draw(z: &[f32], first: TokenId, threshold: f32, seed: u64, position: u32) -> ChoiceKey {
     let mut best = ChoiceKey::default();
     let mut best_score = f32::NEG_INFINITY;
-    for (block, z) in z.chunks(BLOCK).enumerate() {
+    // Blocks of noise start with a multiple of 4.
+    let skipped = first.0 as usize % 4;
+    let (cut, whole) = z.split_at(z.len().min(BLOCK - skipped));
+    let blocks = std::iter::once((skipped, cut)).chain(whole.chunks(BLOCK).map(|z| (0, z)));
+    for (start, (skipped, z)) in (first.0 - skipped as u32..).step_by(BLOCK).zip(blocks) {
         if z.iter().fold(true, |none, z| none & (*z < threshold)) {
             continue; // all filtered
         }
-        let first = (block * BLOCK) as u32;
-        let bits = uniform_block(seed, position, first);
+        let bits = uniform_block(seed, position, start);
+        let bits = &bits[skipped..];
         let mut may_win = [false; BLOCK];
         let mut any = false;
-        for ((may_win, z), bits) in may_win.iter_mut().zip(z).zip(&bits) {
+        for ((may_win, z), bits) in may_win.iter_mut().zip(z).zip(bits) {
             // Rounding keeps order: what the bound does not reach, the noise does not.
             *may_win = *z >= threshold && z + noise_bound(*bits) >= best_score;
             any |= *may_win;
@@ -207,7 +231,7 @@ fn draw(z: &[f32], threshold: f32, seed: u64, position: u32) -> ChoiceKey {
             continue;
         }
         for (i, z) in z.iter().enumerate().filter(|(i, _)| may_win[*i]) {
-            let token = first + i as u32;
+            let token = start + (skipped + i) as u32;
             let score = z + gumbel(seed, position, token);
             best = best.max(ChoiceKey::new(score, TokenId(token)));
             best_score = best.score();
@@ -265,7 +289,41 @@ mod tests {
             let (prompt, output) = text.split_at(text.len() / 2);
             let context = SamplingContext { position, prompt, output, path: &[], allowed };
             let same = |r: Result<ChoiceKey>| r.map_err(|e| e.to_string());
-            prop_assert_eq!(same(choose(&sampler, &row, context)), same(sampler.choose(&row, context)));
+            let whole = choose(&sampler, &row, 0, row.len(), context).and_then(ChoiceKey::checked);
+            prop_assert_eq!(same(whole), same(sampler.choose(&row, context)));
+        }
+
+        /// The largest key of a row's parts is the row's, with what is wrong with it.
+        #[test]
+        fn parts_combine_by_maximum(
+            row in prop::collection::vec(
+                prop_oneof![400 => logit(), 1 => Just(f32::NAN), 1 => Just(f32::INFINITY)], 1..300,
+            ),
+            params in params(),
+            infinite in prop::option::weighted(0.1, 0u32..300),
+            text in prop::collection::vec((0u32..300).prop_map(TokenId), 0..9),
+            mask in prop::option::weighted(0.3, any::<[u32; 10]>()),
+            position in any::<u32>(),
+            cuts in prop::collection::vec(0usize..300, 0..4),
+        ) {
+            let bias = infinite.map(|token| (TokenId(token), f32::NEG_INFINITY)); // may meet +infinity
+            let logit_bias = params.logit_bias.iter().copied().chain(bias).collect();
+            let params = SamplingParams { top_k: 0, top_p: 1.0, min_p: 0.0, logit_bias, ..params };
+            let sampler = Sampler::new(params).unwrap();
+            let allowed = mask.as_ref().map(|mask| &mask[..row.len().div_ceil(32)]);
+            let (prompt, output) = text.split_at(text.len() / 2);
+            let context = SamplingContext { position, prompt, output, path: &text[..1.min(text.len())], allowed };
+            let mut ends: Vec<usize> = cuts.into_iter().map(|cut| cut.min(row.len())).collect();
+            ends.push(row.len());
+            ends.sort_unstable();
+            let (mut best, mut start) = (ChoiceKey::default(), 0);
+            for end in ends {
+                let key = choose(&sampler, &row[start..end], start, row.len(), context).unwrap();
+                best = best.max(key);
+                start = end;
+            }
+            let same = |r: Result<ChoiceKey>| r.map_err(|e| e.to_string());
+            prop_assert_eq!(same(best.checked()), same(sampler.choose(&row, context)));
         }
     }
 
@@ -349,7 +407,7 @@ mod tests {
                 for position in 0..3 {
                     let context =
                         SamplingContext { position, prompt: &[], output: &[], path: &[], allowed: None };
-                    let seen = choose(&sampler, &row, context).unwrap();
+                    let seen = choose(&sampler, &row, 0, vocab, context).unwrap();
                     assert_eq!(
                         seen,
                         sampler.choose(&row, context).unwrap(),

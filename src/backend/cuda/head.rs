@@ -5,6 +5,7 @@ mod abi;
 mod layer;
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 
 use super::choose::{ChooseRow, ChooserConfig, Packer, RowChooser};
 use super::context::{Cuda, Kernel};
@@ -98,12 +99,17 @@ impl Backend for Cuda {
         checkpoint: &Eagle3Checkpoint,
         embedding: Option<Embedding>,
         limits: DraftLimits,
+        columns: &Range<usize>,
     ) -> Result<CudaHead> {
-        CudaHead::new(self, checkpoint, embedding, limits)
+        CudaHead::new(self, checkpoint, embedding, limits, columns)
     }
 
     fn view_len(view: View<'_>) -> usize {
         view.len
+    }
+
+    fn part<'a>(view: Self::View<'a>, range: Range<usize>) -> Self::View<'a> {
+        view.part(range)
     }
 
     fn keep_features(
@@ -143,36 +149,18 @@ impl Backend for Cuda {
         &self,
         draft: &mut CudaHead,
         logits: View<'_>,
-        _: usize,
         rows: impl ExactSizeIterator<Item = (&'a Sampler, SamplingContext<'a>)>,
+        keys: &mut Vec<ChoiceKey>,
     ) -> Result<()> {
-        draft
-            .chooser
-            .choose(logits, rows.map(|(sampler, context)| ChooseRow::new(sampler, context)))
-            .map(drop)
+        let rows = rows.map(|(sampler, context)| ChooseRow::new(sampler, context));
+        let chosen = draft.chooser.choose(logits, rows)?;
+        keys.clear();
+        keys.extend_from_slice(chosen);
+        Ok(())
     }
 
-    fn choose(
-        &self,
-        draft: &CudaHead,
-        _: View<'_>,
-        _: usize,
-        row: usize,
-        _: &Sampler,
-        _: SamplingContext<'_>,
-    ) -> Result<ChoiceKey> {
-        draft.chooser.keys()[row].checked()
-    }
-
-    fn log_prob(
-        &self,
-        logits: View<'_>,
-        vocab: usize,
-        row: usize,
-        token: TokenId,
-        count: usize,
-    ) -> Result<TokenLogProb> {
-        Ok(TokenLogProb::new(&logits.read(self, row * vocab..(row + 1) * vocab)?, token, count))
+    fn log_prob(&self, logits: View<'_>, token: TokenId, count: usize) -> Result<TokenLogProb> {
+        Ok(TokenLogProb::new(&logits.read(self)?, token, count))
     }
 }
 
@@ -182,6 +170,7 @@ impl CudaHead {
         checkpoint: &Eagle3Checkpoint,
         embedding: Option<Embedding>,
         limits: DraftLimits,
+        columns: &Range<usize>,
     ) -> Result<Self> {
         let config = checkpoint.config.clone();
         let embedding = match &checkpoint.embedding {
@@ -203,6 +192,8 @@ impl CudaHead {
         let layer = Layer::new(cuda, checkpoint, embedding, limits)?;
         let max_requests = limits.max_requests;
         let max_rows = (max_requests * DraftTree::MAX_NODES).min(65_535);
+        let chooser =
+            ChooserConfig { columns: columns.clone(), ..ChooserConfig::new(max_rows, config.target.vocab) };
         Ok(Self {
             graphs: HashMap::new(),
             waiting: Waiting::new(cuda, layer.half, &config, max_requests)?,
@@ -220,7 +211,7 @@ impl CudaHead {
                 words: Vec::new(),
                 up: Upload::new(cuda, 0)?,
             },
-            chooser: RowChooser::new(cuda, ChooserConfig::new(max_rows, config.target.vocab), &Format::ALL)?,
+            chooser: RowChooser::new(cuda, chooser, &Format::ALL)?,
             layer,
             cuda: cuda.clone(),
             config,

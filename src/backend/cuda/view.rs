@@ -77,13 +77,18 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
-    /// Some of the numbers, on the host. Waits for them.
-    pub(super) fn read(&self, cuda: &Cuda, range: Range<usize>) -> Result<Vec<f32>> {
+    /// Some of the numbers, which are there.
+    pub(super) fn part(self, range: Range<usize>) -> Self {
         let address = self.address + (range.start * self.format.bytes()) as u64;
+        Self { address, len: range.len(), ..self }
+    }
+
+    /// The numbers, on the host. Waits for them.
+    pub(super) fn read(&self, cuda: &Cuda) -> Result<Vec<f32>> {
         Ok(match self.format {
-            Format::F32 => cuda.read(address, range.len())?,
-            Format::Bf16 => cuda.read(address, range.len())?.into_iter().map(bf16::to_f32).collect(),
-            Format::F16 => cuda.read(address, range.len())?.into_iter().map(f16::to_f32).collect(),
+            Format::F32 => cuda.read(self.address, self.len)?,
+            Format::Bf16 => cuda.read(self.address, self.len)?.into_iter().map(bf16::to_f32).collect(),
+            Format::F16 => cuda.read(self.address, self.len)?.into_iter().map(f16::to_f32).collect(),
         })
     }
 }
