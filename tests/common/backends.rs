@@ -10,6 +10,8 @@ use eagle_verify::backend::cuda::{self, Buffer, Cuda};
 /// A backend, and how an engine's numbers get to it.
 pub trait Device: Backend + Clone {
     type Floats;
+    /// The CPU; a device of the emulator.
+    fn open() -> Self;
     fn floats(&self, numbers: &[f32]) -> Self::Floats;
     fn view(floats: &Self::Floats) -> Self::View<'_>;
     fn embedding(&self, table: &[f32], hidden: usize) -> Self::Embedding;
@@ -17,6 +19,10 @@ pub trait Device: Backend + Clone {
 
 impl Device for Cpu {
     type Floats = Vec<f32>;
+
+    fn open() -> Self {
+        Cpu::with_threads(1).unwrap()
+    }
 
     fn floats(&self, numbers: &[f32]) -> Vec<f32> {
         numbers.to_vec()
@@ -31,6 +37,10 @@ impl Device for Cpu {
 
 impl Device for Cuda {
     type Floats = Buffer<f32>;
+
+    fn open() -> Self {
+        emulated()
+    }
 
     fn floats(&self, numbers: &[f32]) -> Buffer<f32> {
         self.upload(numbers).unwrap()
