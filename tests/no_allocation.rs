@@ -1,6 +1,6 @@
-//! Calls of a group allocate nothing, once it has formed, nor do those that choose a token, on the CPU or by a
-//! chooser, once their like has been seen, nor those that move KV rows, nor those of a linear layer. In a process of
-//! its own, for its allocator.
+//! Calls allocate nothing once their like has been seen: of a group and of a vocabulary's shards; those that choose a
+//! token, on the CPU or by a chooser, move KV rows, or run a linear layer; steps on a GPU. In a process of its own, for
+//! its allocator.
 #![cfg(feature = "cuda")]
 
 #[path = "common/backends.rs"]
@@ -25,8 +25,10 @@ use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::backend::cuda::{
     ChooseRow, Chooser, ChooserConfig, Cuda, KvLayout, KvMover, KvMoverConfig, KvPlane, Linear, SlotMove,
 };
-use eagle_verify::comm::{Group, NormOutputs, Quantized, Rendezvous, WorldSize};
-use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
+use eagle_verify::comm::{
+    Group, NormOutputs, Quantized, Rendezvous, VocabShard, VocabShardConfig, WorldSize,
+};
+use eagle_verify::sampling::{ChoiceKey, Sampler, SamplingContext, SamplingParams};
 use eagle_verify::{
     DraftBudget, Eagle3Checkpoint, RequestId, RequestOptions, Speculator, SpeculatorConfig, TokenId,
     VerifyBatch,
@@ -91,6 +93,33 @@ fn calls_allocate_nothing() {
                         group
                             .reduce_add_norm(&norm, &partial[..], &mut residual[..], &weight[..], outputs)
                             .unwrap();
+                    }
+                };
+                calls();
+                meeting.wait();
+                if rank.index() == 0 {
+                    assert_eq!(count(calls), 0);
+                } else {
+                    calls();
+                }
+                meeting.wait();
+            });
+        }
+    });
+
+    // Two shards of a vocabulary.
+    let rendezvous = Rendezvous::new(WorldSize::Two, Duration::from_secs(20));
+    std::thread::scope(|scope| {
+        for rank in WorldSize::Two.ranks() {
+            let (rendezvous, meeting) = (&rendezvous, &meeting);
+            scope.spawn(move || {
+                let config = VocabShardConfig::even(100, rank, WorldSize::Two);
+                let mut shard = VocabShard::join(rendezvous, rank, config).unwrap();
+                let mut keys = [ChoiceKey::new(rank.index() as f32, TokenId(7)); 40];
+                let mut calls = || {
+                    for num_rows in 0..40 {
+                        shard.combine(&mut keys[..40 - num_rows]).unwrap();
+                        shard.broadcast(&mut [1, 2]).unwrap();
                     }
                 };
                 calls();

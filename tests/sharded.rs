@@ -28,11 +28,12 @@ const SHORT: Duration = Duration::from_millis(200);
 
 /// Uneven shards, that start and end within words of a mask and blocks of noise.
 fn shards(world: WorldSize) -> Vec<Range<usize>> {
-    match world {
-        WorldSize::One => vec![0..70],
-        WorldSize::Two => vec![0..45, 45..70],
-        _ => vec![3..30, 0..3, 69..70, 30..69],
-    }
+    let bounds: &[[usize; 2]] = match world {
+        WorldSize::One => &[[0, 70]],
+        WorldSize::Two => &[[0, 45], [45, 70]],
+        _ => &[[3, 30], [0, 3], [69, 70], [30, 69]],
+    };
+    bounds.iter().map(|[start, end]| *start..*end).collect()
 }
 
 fn open<D: Device>(device: &D, max_requests: usize, shard: Option<VocabShard>) -> Speculator<D> {
@@ -130,7 +131,7 @@ fn clear_some(last: TokenId, mask: &mut [u32]) -> bool {
     let is_allowed = |token: u32| match last.0 % 4 {
         0 => token < 40,
         1 => token >= 40,
-        2 => (token ^ last.0).count_ones() % 2 == 0,
+        2 => (token ^ last.0).count_ones().is_multiple_of(2),
         _ => true,
     };
     (0..70)

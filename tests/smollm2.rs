@@ -275,11 +275,13 @@ fn ranks_that_share_the_target_emit_plain_decodings_text() {
             let mut speculator =
                 Speculator::new_sharded(cpu, &head, table, config, shard(&meetings[2])).unwrap();
             let sampling = SamplingParams { temperature: 0.7, seed: 3, ..Default::default() };
+            let budgets = [DraftBudget::new(8, 4, 12).unwrap(), DraftBudget::chain(3).unwrap()];
             let mut texts = Vec::new();
-            for sampling in [SamplingParams::default(), sampling] {
+            for (sampling, budgets) in [(SamplingParams::default(), &budgets[..]), (sampling, &budgets[..1])]
+            {
                 let prompts = [prompt.clone()];
                 let plain = serve::plain(&mut target, &mut chooser, &prompts, 1, 12, &sampling).unwrap();
-                for budget in [DraftBudget::chain(3).unwrap(), DraftBudget::new(8, 4, 12).unwrap()] {
+                for &budget in budgets {
                     let sampling = sampling.clone();
                     let options =
                         RequestOptions { max_new_tokens: 12, budget, sampling, ..Default::default() };

@@ -1,5 +1,7 @@
-//! Collectives: the all-reduce that runs twice in every layer of a tensor-parallel verify pass, fused with the
-//! residual addition, RMSNorm and FP8 quantisation around it.
+//! What ranks that share a target tell each other: the all-reduce that runs twice in every layer of a
+//! tensor-parallel verify pass, fused with the residual addition, RMSNorm and FP8 quantisation around it ([`Group`]);
+//! and after the pass the choices of tokens, where each rank has the logits of a part of the vocabulary
+//! ([`VocabShard`]).
 //!
 //! Each rank has a [`Group`] of its own; all ranks make the same calls in the same order. Ranks are threads of one
 //! process, on any backend, or processes of one machine, on GPUs: the engine with a process for each GPU forms its

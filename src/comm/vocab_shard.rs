@@ -5,6 +5,7 @@
 //! call's number among those that have failed.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -60,8 +61,13 @@ pub struct VocabShard {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    changed: Condvar,
+    /// How often a call has ended, one way or another.
+    num_ended: AtomicU64,
+    ended: Condvar,
 }
+
+/// A rank looks for the others so long before it sleeps: to be woken takes longer than they are mostly apart.
+const SPIN: Duration = Duration::from_micros(100);
 
 #[derive(Debug)]
 struct State {
@@ -114,7 +120,7 @@ impl VocabShard {
         check_cover(&configs)?;
         let seats = world.ranks().map(|_| Seat::default()).collect();
         let state = Mutex::new(State { seats, failed: None, lost: None });
-        let shared = Arc::new(Shared { state, changed: Condvar::new() });
+        let shared = Arc::new(Shared { state, num_ended: AtomicU64::new(0), ended: Condvar::new() });
         let meeting = rendezvous.exchange(rank, 1, Ok(Meeting(shared)))?;
         // All take rank 0's.
         Ok(Self { rank, config, num_calls: 0, shared: Arc::clone(&meeting[0].0) })
@@ -158,7 +164,7 @@ impl VocabShard {
     /// Says that this rank will make no more calls, because of `error`. The others need not wait for it.
     pub fn abandon(&self, error: &Error) {
         self.state().lose(error.elsewhere(self.rank));
-        self.shared.changed.notify_all();
+        self.shared.tell_all();
     }
 
     /// As [`combine`](Self::combine), for keys that a rank may have failed to prepare: its error is the call's, on
@@ -185,7 +191,7 @@ impl VocabShard {
         if let Some(error) = prepared.as_ref().err().map(|error| error.elsewhere(self.rank)).or(other) {
             state.failed = Some((number, error.clone()));
             state.end(&error);
-            shared.changed.notify_all();
+            shared.tell_all();
             return Err(prepared.err().unwrap_or(error));
         }
         let seat = &mut state.seats[rank];
@@ -194,9 +200,10 @@ impl VocabShard {
         seat.words.extend_from_slice(words);
         if state.seats.iter().all(|seat| seat.call.is_some()) {
             state.complete(call.operation);
-            shared.changed.notify_all();
+            shared.tell_all();
         }
         let deadline = Instant::now() + self.config.time_limit;
+        let mut may_spin = true;
         loop {
             if let Some(outcome) = state.seats[rank].outcome.take() {
                 return outcome.map(|()| words.copy_from_slice(&state.seats[rank].words));
@@ -208,10 +215,21 @@ impl VocabShard {
                 let wanted = format!("all {} ranks within {:?}", state.seats.len(), self.config.time_limit);
                 let seen = format!("no sign of {} in call {number}", missing.join(", "));
                 state.lose(Error::fault("vocabulary shards", wanted, seen));
-                shared.changed.notify_all();
+                shared.tell_all();
                 continue;
             }
-            state = shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            if may_spin {
+                may_spin = false;
+                let before = shared.num_ended.load(Ordering::Acquire);
+                drop(state);
+                let started = Instant::now();
+                while shared.num_ended.load(Ordering::Acquire) == before && started.elapsed() < SPIN {
+                    std::thread::yield_now();
+                }
+                state = self.state();
+            } else {
+                state = shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
         }
     }
 
@@ -225,7 +243,15 @@ impl Drop for VocabShard {
     fn drop(&mut self) {
         let seen = format!("{} gone", self.rank);
         self.state().lose(Error::fault("vocabulary shards", "all ranks to go on", seen));
-        self.shared.changed.notify_all();
+        self.shared.tell_all();
+    }
+}
+
+impl Shared {
+    /// Wakes the ranks that wait.
+    fn tell_all(&self) {
+        self.num_ended.fetch_add(1, Ordering::Release);
+        self.ended.notify_all();
     }
 }
 

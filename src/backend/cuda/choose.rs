@@ -79,7 +79,7 @@ impl<'a> ChooseRow<'a> {
 /// # Shards of a vocabulary
 ///
 /// Where each device has its own columns of the logits, each has a `Chooser` for them, and the row's key is the
-/// largest of its keys on all devices. A row with filters needs its threshold, which depends on all columns: gather
+/// largest of its keys on all devices ([`VocabShard::combine`](crate::comm::VocabShard::combine)). A row with filters needs its threshold, which depends on all columns: gather
 /// the row's logits on one device, whose `Chooser` for whole rows then has the answer; or, if its
 /// [`thresholds`](Self::thresholds) are known, give the row's on every device.
 ///
