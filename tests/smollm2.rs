@@ -2,9 +2,7 @@
 //! should be. What needs the model is skipped, loudly, until `cargo run --release --example speedup` has
 //! put it into the cache; nothing here downloads. With `EAGLE_VERIFY_REQUIRE_MODEL` set it fails instead.
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::path::Path;
 
 use eagle_verify::backend::cpu::Cpu;
 use eagle_verify::comm::{Rank, Rendezvous, VocabShard, VocabShardConfig, WorldSize};
@@ -13,31 +11,21 @@ use eagle_verify::{
     Coupling, DraftBudget, DraftTree, Eagle3Checkpoint, RequestId, RequestOptions, Speculator,
     SpeculatorConfig, TokenId, VerifyBatch,
 };
-use safetensors::tensor::SafeTensors;
 
+#[path = "common/golden.rs"]
+mod golden;
+#[path = "common/model.rs"]
+mod model;
 #[allow(dead_code)] // the example uses the rest
 #[path = "../examples/smollm2/mod.rs"]
 mod smollm2;
+use golden::Golden;
 use smollm2::model::{Pass, Target};
 use smollm2::serve::Chooser;
 use smollm2::shard::TIME_LIMIT;
-use smollm2::{fetch, prompts, serve};
+use smollm2::{prompts, serve};
 
 const MAX_LEN: usize = 512;
-
-/// The model's path, and the right to keep all cores busy with it.
-fn model() -> Option<(PathBuf, MutexGuard<'static, ()>)> {
-    static TURN: Mutex<()> = Mutex::new(());
-    let Some(path) = fetch::cached().ok().filter(|path| path.is_file()) else {
-        let message = "the model is not in the cache; run the example `speedup` once";
-        assert!(std::env::var_os("EAGLE_VERIFY_REQUIRE_MODEL").is_none(), "{message}");
-        // Straight to the stream: the test runner holds back what `eprintln!` says.
-        #[allow(clippy::explicit_write)]
-        writeln!(std::io::stderr(), "SKIPPED: {message}").unwrap();
-        return None;
-    };
-    Some((path, TURN.lock().unwrap_or_else(PoisonError::into_inner)))
-}
 
 fn target(path: &Path) -> Target {
     let mut target = Target::load(path, &[Cpu::new().unwrap()], 4, MAX_LEN).unwrap().remove(0);
@@ -50,33 +38,6 @@ fn speculator(target: &Target) -> Speculator<Cpu> {
     let head = Eagle3Checkpoint::load(assets, target.target_shape()).unwrap();
     let config = SpeculatorConfig { max_requests: 4, max_len: MAX_LEN };
     Speculator::new(target.cpu.clone(), &head, Some(target.embedding()), config).unwrap()
-}
-
-struct Golden(Vec<u8>);
-
-impl Golden {
-    fn read(i: usize) -> Self {
-        let name = format!("tests/golden/golden_{i}.safetensors");
-        Self(std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap())
-    }
-
-    fn data(&self, name: &str) -> Option<Vec<u8>> {
-        Some(SafeTensors::deserialize(&self.0).unwrap().tensor(name).ok()?.data().to_vec())
-    }
-
-    fn floats(&self, name: &str) -> Vec<f32> {
-        self.data(name).unwrap().chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
-    }
-
-    fn tokens(&self, name: &str) -> Vec<TokenId> {
-        let ints = self.data(name).unwrap();
-        ints.chunks(8).map(|b| TokenId(i64::from_le_bytes(b.try_into().unwrap()) as u32)).collect()
-    }
-
-    fn prompt(&self) -> String {
-        let (_, header) = SafeTensors::read_metadata(&self.0).unwrap();
-        header.metadata().as_ref().unwrap()["prompt"].clone()
-    }
 }
 
 /// Within 1e-3 of the row's size.
@@ -92,23 +53,20 @@ fn assert_close(what: &str, got: &[f32], want: &[f32]) {
 
 #[test]
 fn the_target_matches_the_golden_vectors() {
-    let Some((path, _turn)) = model() else { return };
+    let Some((path, _turn)) = model::cached() else { return };
     let mut target = target(&path);
     for i in 0..3 {
-        let golden = Golden::read(i);
-        let prompt = target.tokenizer.chat(&golden.prompt()).unwrap();
+        let golden = Golden::prompt(i);
+        let prompt = target.tokenizer.chat(&golden.prompt_text()).unwrap();
         assert_eq!(prompt, golden.tokens("prompt_ids"), "the tokenizer");
         let mut table = target.new_table();
         let lease = table.lease(prompt.len()).unwrap();
         let answer = target.forward(&Pass::prompt(lease.table(), 0, &prompt)).unwrap();
         assert_close("prompt features", answer.features, &golden.floats("prompt_features"));
         lease.commit(prompt.len()).unwrap();
-        for round in 0.. {
+        assert!(golden.num_rounds() >= 2, "golden {i} must not pass by comparing nothing");
+        for round in 0..golden.num_rounds() {
             let of = |what: &str| format!("{what}.{round}");
-            if golden.data(&of("tree_tokens")).is_none() {
-                assert!(round >= 2, "golden {i} must not pass by comparing nothing");
-                break;
-            }
             let tokens = golden.tokens(&of("tree_tokens"));
             let parents = golden.tokens(&of("tree_parents")); // -1 for the root
             let drafts: Vec<_> = (1..tokens.len()).map(|n| (parents[n].0 as usize, tokens[n])).collect();
@@ -134,12 +92,12 @@ fn the_target_matches_the_golden_vectors() {
 
 #[test]
 fn whole_outputs_and_acceptance_match_the_golden_runs() {
-    let Some((path, _turn)) = model() else { return };
+    let Some((path, _turn)) = model::cached() else { return };
     let mut target = target(&path);
     let mut speculator = speculator(&target);
     let budget = DraftBudget::new(8, 5, 32).unwrap();
     for i in 0..3 {
-        let golden = Golden::read(i);
+        let golden = Golden::prompt(i);
         let (prompt, want) = (golden.tokens("prompt_ids"), golden.tokens("output_ids"));
         let options = RequestOptions { max_new_tokens: want.len(), budget, ..Default::default() };
         let run = serve::speculative(&mut target, &mut speculator, &[prompt], 1, &options).unwrap();
@@ -152,7 +110,7 @@ fn whole_outputs_and_acceptance_match_the_golden_runs() {
 
 #[test]
 fn text_is_plain_decodings_in_every_mode_and_batch() {
-    let Some((path, _turn)) = model() else { return };
+    let Some((path, _turn)) = model::cached() else { return };
     let mut target = target(&path);
     let mut speculator = speculator(&target);
     // One of the seven of each kind.
@@ -221,7 +179,7 @@ fn files_that_are_not_the_model_are_named() {
         std::fs::write(&file, garbage).unwrap();
         assert!(refused(&file).contains("is not a whole GGUF file"), "{}", refused(&file));
     }
-    if let Some((path, _turn)) = model() {
+    if let Some((path, _turn)) = model::cached() {
         let whole = std::fs::read(path).unwrap();
         for len in [1 << 12, 1 << 20, whole.len() / 2, whole.len() - 1] {
             std::fs::write(&file, &whole[..len]).unwrap();
