@@ -27,6 +27,9 @@ type MasksById<'a> = &'a mut dyn FnMut(RequestId, &[TokenId], &mut [u32]) -> boo
 const MAX_LAZY_PAIRS: usize = 32;
 
 /// What a [`Speculator`] must have room for.
+///
+/// The draft model's KV cache has room for all of it, unless it is made
+/// [`with_kv_rows`](Speculator::with_kv_rows).
 #[derive(Clone, Copy, Debug)]
 pub struct SpeculatorConfig {
     /// Requests admitted at the same time.
@@ -97,6 +100,26 @@ impl<B: Backend> Speculator<B> {
         embedding: Option<B::Embedding>,
         config: SpeculatorConfig,
     ) -> Result<Self> {
+        Self::with_kv_rows(backend, checkpoint, embedding, config, usize::MAX)
+    }
+
+    /// As [`new`](Self::new), with at most so many rows in the draft model's KV cache: tokens of all requests
+    /// together.
+    ///
+    /// Room for all requests at their longest is more than most engines have: a row is `num_kv_heads * head_dim` keys
+    /// and as many values in f32, 8 KiB for 8 heads of 128, so 64 requests of 128k tokens would take 64 GiB. With
+    /// less, a request for which there is no more room stops drafting and goes on plainly, with the same text; its
+    /// rows are free for others.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); *misuse* when there are no rows.
+    pub fn with_kv_rows(
+        backend: B,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<B::Embedding>,
+        config: SpeculatorConfig,
+        num_kv_rows: usize,
+    ) -> Result<Self> {
         let SpeculatorConfig { max_requests, max_len } = config;
         if max_requests == 0 {
             return Err(Error::misuse("max_requests", "at least 1", 0));
@@ -107,6 +130,7 @@ impl<B: Backend> Speculator<B> {
         // Every request can be as long as the context and draft as much as a budget allows.
         let rows = max_len + DraftTree::MAX_NODES;
         let num_kv_pages = rows.div_ceil(B::KV_PAGE_SIZE).saturating_mul(max_requests);
+        let num_kv_pages = num_kv_pages.min(num_kv_rows.div_ceil(B::KV_PAGE_SIZE));
         let limits = DraftLimits { max_requests, max_len, num_kv_pages };
         let pool = PagePool::new(B::KV_PAGE_SIZE, num_kv_pages)?;
         let state = || DraftState {
@@ -169,6 +193,7 @@ impl<B: Backend> Speculator<B> {
             options,
             prompt_len: None,
             finished: false,
+            has_drafter: true,
             admitted_step: self.step,
             proposed_step: None,
             named_step: 0,
@@ -206,15 +231,28 @@ impl<B: Backend> Speculator<B> {
             return Err(Error::misuse("prompt token", format_args!("below {vocab}"), bad.0));
         }
         expect_len("prompt features", tokens.len() * self.feature_width, B::view_len(features))?;
-        state.table.reserve(state.next_tokens.len() + tokens.len())?;
-        let rows = (0..tokens.len()).map(|row| (slot, row));
-        self.backend.keep_features(&mut self.draft, features, rows)?;
-        // The very first token has no feature before it.
-        let unpaired = usize::from(state.text.committed.is_empty());
-        state.next_tokens.extend_from_slice(&tokens[unpaired..]);
-        state.budget = DraftBudget::NONE;
-        state.text.committed.extend_from_slice(tokens);
-        self.backend.draft(&mut self.draft, &mut self.states, &[slot], None)?;
+        if request.has_drafter && state.table.reserve(state.next_tokens.len() + tokens.len()).is_err() {
+            self.stop_drafting(slot);
+        }
+        let state = &mut self.states[slot];
+        let num_committed = state.text.committed.len();
+        if self.requests[slot].as_ref().is_some_and(|request| request.has_drafter) {
+            let num_pairs = state.next_tokens.len();
+            let num_waiting = num_committed - state.table.len();
+            let rows = (0..tokens.len()).map(|row| (slot, row));
+            self.backend.keep_features(&mut self.draft, features, rows)?;
+            // The very first token has no feature before it.
+            let unpaired = usize::from(num_committed == 0);
+            state.next_tokens.extend_from_slice(&tokens[unpaired..]);
+            state.budget = DraftBudget::NONE;
+            let drafted = self.backend.draft(&mut self.draft, &mut self.states, &[slot], None);
+            if let Err(error) = drafted {
+                self.states[slot].next_tokens.truncate(num_pairs);
+                self.backend.forget_features(&mut self.draft, slot, num_waiting);
+                return Err(error);
+            }
+        }
+        self.states[slot].text.committed.extend_from_slice(tokens);
         self.times.draft += started.elapsed();
         Ok(())
     }
@@ -269,7 +307,9 @@ impl<B: Backend> Speculator<B> {
         // So that no later step allocates.
         text.committed.reserve(request.options.max_new_tokens.min(self.config.max_len - prompt_len));
         text.committed.push(token);
-        self.states[slot].next_tokens.push(token);
+        if request.has_drafter {
+            self.states[slot].next_tokens.push(token);
+        }
         let finished = if request.options.stop_tokens.contains(&token) {
             Some(FinishReason::Stop(token))
         } else {
@@ -347,7 +387,17 @@ impl<B: Backend> Speculator<B> {
             let deepest = request.num_remaining(committed.len(), self.config.max_len) - 1;
             state.budget = request.options.budget.at_most_deep(deepest);
             state.pool.restart(committed[committed.len() - 1]);
-            state.table.reserve(state.next_tokens.len() + state.budget.num_draft_rows())?;
+        }
+        for place in 0..self.active.len() {
+            let slot = self.active[place];
+            let DraftState { table, next_tokens, budget, .. } = &mut self.states[slot];
+            let has_room = table.reserve(next_tokens.len() + budget.num_draft_rows()).is_ok();
+            if !has_room {
+                self.stop_drafting(slot);
+            }
+            if !Self::request(&mut self.requests, slot)?.has_drafter {
+                self.states[slot].budget = DraftBudget::NONE;
+            }
         }
         let states = &mut self.states;
         self.active.retain(|&slot| {
@@ -458,13 +508,14 @@ impl<B: Backend> Speculator<B> {
             self.active.push(slot);
         }
         if B::CHOOSES_AT_ONCE {
-            self.choices.prepare(batch, vocab, masks.as_mut());
+            self.choices.prepare(batch, &self.active, vocab, masks.as_mut());
             let rows = self.choices.rows(batch, &self.active, &self.states);
             self.backend.choose_all(&mut self.draft, logits, vocab, rows)?;
         }
         self.verdicts.truncate(batch.entries().len());
         self.verdicts.resize_with(batch.entries().len(), Verdict::new);
         // What may fail comes first: a failure leaves every request as it was.
+        let mut failure = None;
         for place in 0..self.active.len() {
             let (entry, slot) = (&batch.entries()[place], self.active[place]);
             let verdict = &mut self.verdicts[place];
@@ -496,14 +547,20 @@ impl<B: Backend> Speculator<B> {
                 let row = first_row + node.index();
                 let token = backend.choose(draft, logits, vocab, row, &text.sampler, context)?.token();
                 if let Some(count) = request.options.log_probs {
-                    log_probs.push(backend.log_prob(logits, vocab, row, token, count)?);
+                    let log_prob = backend.log_prob(logits, vocab, row, token, count);
+                    log_probs.push(log_prob.inspect_err(|error| failure = Some(error.clone()))?);
                 }
                 Ok(token)
             });
             verdict.log_probs = log_probs;
+            // Of the device, not of the request.
+            if let Some(error) = failure {
+                return Err(error);
+            }
         }
         let kept = self.active.iter().zip(&self.verdicts).zip(batch.entries());
-        let kept = kept.filter(|((_, verdict), _)| verdict.finished.is_none());
+        let drafts = |slot: usize| self.requests[slot].as_ref().is_some_and(|request| request.has_drafter);
+        let kept = kept.filter(|((slot, verdict), _)| verdict.finished.is_none() && drafts(**slot));
         let kept = kept.flat_map(|((slot, verdict), entry)| {
             verdict.path.iter().map(|node| (*slot, entry.rows().start + node.index()))
         });
@@ -519,7 +576,7 @@ impl<B: Backend> Speculator<B> {
             self.stats.record(entry, verdict)?;
             if verdict.finished.is_some() {
                 self.retire(slot);
-            } else {
+            } else if request.has_drafter {
                 state.next_tokens.extend_from_slice(&verdict.emitted);
             }
         }
@@ -623,11 +680,19 @@ impl<B: Backend> Speculator<B> {
         if let Some(request) = &mut self.requests[slot] {
             request.finished = true;
         }
+        self.stop_drafting(slot);
+    }
+
+    /// The rest of the request is decoded plainly.
+    fn stop_drafting(&mut self, slot: usize) {
+        if let Some(request) = &mut self.requests[slot] {
+            request.has_drafter = false;
+        }
         let state = &mut self.states[slot];
         state.next_tokens.clear();
         state.first_is_written = false;
         state.table.clear();
-        self.backend.forget_features(&mut self.draft, slot);
+        self.backend.forget_features(&mut self.draft, slot, 0);
     }
 }
 
