@@ -30,6 +30,9 @@ type MasksById<'a> = &'a mut dyn FnMut(RequestId, &[TokenId], &mut [u32]) -> boo
 const MAX_LAZY_PAIRS: usize = 32;
 
 /// What a [`Speculator`] must have room for.
+///
+/// The draft model's KV cache has room for all of it, unless it is made
+/// [`with_kv_rows`](Speculator::with_kv_rows).
 #[derive(Clone, Copy, Debug)]
 pub struct SpeculatorConfig {
     /// Requests admitted at the same time.
@@ -114,7 +117,27 @@ impl<B: Backend> Speculator<B> {
         embedding: Option<B::Embedding>,
         config: SpeculatorConfig,
     ) -> Result<Self> {
-        Self::build(backend, checkpoint, embedding, config, None)
+        Self::build(backend, checkpoint, embedding, config, usize::MAX, None)
+    }
+
+    /// As [`new`](Self::new), with at most so many rows in the draft model's KV cache: tokens of all requests
+    /// together.
+    ///
+    /// Room for all requests at their longest is more than most engines have: a row is `num_kv_heads * head_dim` keys
+    /// and as many values in f32, 8 KiB for 8 heads of 128, so 64 requests of 128k tokens would take 64 GiB. With
+    /// less, a request for which there is no more room stops drafting and goes on plainly, with the same text; its
+    /// rows are free for others.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); *misuse* when there are no rows.
+    pub fn with_kv_rows(
+        backend: B,
+        checkpoint: &Eagle3Checkpoint,
+        embedding: Option<B::Embedding>,
+        config: SpeculatorConfig,
+        num_kv_rows: usize,
+    ) -> Result<Self> {
+        Self::build(backend, checkpoint, embedding, config, num_kv_rows, None)
     }
 
     /// As [`new`](Self::new), for one rank of several that each have the logits of their own tokens: those that `shard`
@@ -136,7 +159,7 @@ impl<B: Backend> Speculator<B> {
         shard: VocabShard,
     ) -> Result<Self> {
         expect_len("vocabulary of the shard", checkpoint.config().target.vocab, shard.vocab())?;
-        Self::build(backend, checkpoint, embedding, config, Some(shard))
+        Self::build(backend, checkpoint, embedding, config, usize::MAX, Some(shard))
     }
 
     fn build(
@@ -144,6 +167,7 @@ impl<B: Backend> Speculator<B> {
         checkpoint: &Eagle3Checkpoint,
         embedding: Option<B::Embedding>,
         config: SpeculatorConfig,
+        num_kv_rows: usize,
         shard: Option<VocabShard>,
     ) -> Result<Self> {
         let SpeculatorConfig { max_requests, max_len } = config;
@@ -156,6 +180,7 @@ impl<B: Backend> Speculator<B> {
         // Every request can be as long as the context and draft as much as a budget allows.
         let rows = max_len + DraftTree::MAX_NODES;
         let num_kv_pages = rows.div_ceil(B::KV_PAGE_SIZE).saturating_mul(max_requests);
+        let num_kv_pages = num_kv_pages.min(num_kv_rows.div_ceil(B::KV_PAGE_SIZE));
         let limits = DraftLimits { max_requests, max_len, num_kv_pages };
         let pool = PagePool::new(B::KV_PAGE_SIZE, num_kv_pages)?;
         let state = || DraftState {
@@ -230,6 +255,7 @@ impl<B: Backend> Speculator<B> {
             options,
             prompt_len: None,
             finished: false,
+            has_drafter: true,
             admitted_step: self.step,
             proposed_step: None,
             named_step: 0,
@@ -267,15 +293,28 @@ impl<B: Backend> Speculator<B> {
             return Err(Error::misuse("prompt token", format_args!("below {vocab}"), bad.0));
         }
         expect_len("prompt features", tokens.len() * self.feature_width, B::view_len(features))?;
-        state.table.reserve(state.next_tokens.len() + tokens.len())?;
-        let rows = (0..tokens.len()).map(|row| (slot, row));
-        self.backend.keep_features(&mut self.draft, features, rows)?;
-        // The very first token has no feature before it.
-        let unpaired = usize::from(state.text.committed.is_empty());
-        state.next_tokens.extend_from_slice(&tokens[unpaired..]);
-        state.budget = DraftBudget::NONE;
-        state.text.committed.extend_from_slice(tokens);
-        self.backend.draft(&mut self.draft, &mut self.states, &[slot], None)?;
+        if request.has_drafter && state.table.reserve(state.next_tokens.len() + tokens.len()).is_err() {
+            self.stop_drafting(slot);
+        }
+        let state = &mut self.states[slot];
+        let num_committed = state.text.committed.len();
+        if self.requests[slot].as_ref().is_some_and(|request| request.has_drafter) {
+            let num_pairs = state.next_tokens.len();
+            let num_waiting = num_committed - state.table.len();
+            let rows = (0..tokens.len()).map(|row| (slot, row));
+            self.backend.keep_features(&mut self.draft, features, rows)?;
+            // The very first token has no feature before it.
+            let unpaired = usize::from(num_committed == 0);
+            state.next_tokens.extend_from_slice(&tokens[unpaired..]);
+            state.budget = DraftBudget::NONE;
+            let drafted = self.backend.draft(&mut self.draft, &mut self.states, &[slot], None);
+            if let Err(error) = drafted {
+                self.states[slot].next_tokens.truncate(num_pairs);
+                self.backend.forget_features(&mut self.draft, slot, num_waiting);
+                return Err(error);
+            }
+        }
+        self.states[slot].text.committed.extend_from_slice(tokens);
         self.times.draft += started.elapsed();
         Ok(())
     }
@@ -345,7 +384,17 @@ impl<B: Backend> Speculator<B> {
             let deepest = request.num_remaining(committed.len(), self.config.max_len) - 1;
             state.budget = request.options.budget.at_most_deep(deepest);
             state.pool.restart(committed[committed.len() - 1]);
-            state.table.reserve(state.next_tokens.len() + state.budget.num_draft_rows())?;
+        }
+        for place in 0..self.active.len() {
+            let slot = self.active[place];
+            let DraftState { table, next_tokens, budget, .. } = &mut self.states[slot];
+            let has_room = table.reserve(next_tokens.len() + budget.num_draft_rows()).is_ok();
+            if !has_room {
+                self.stop_drafting(slot);
+            }
+            if !Self::request(&mut self.requests, slot)?.has_drafter {
+                self.states[slot].budget = DraftBudget::NONE;
+            }
         }
         let states = &mut self.states;
         self.active.retain(|&slot| {
@@ -493,11 +542,19 @@ impl<B: Backend> Speculator<B> {
         if let Some(request) = &mut self.requests[slot] {
             request.finished = true;
         }
+        self.stop_drafting(slot);
+    }
+
+    /// The rest of the request is decoded plainly.
+    fn stop_drafting(&mut self, slot: usize) {
+        if let Some(request) = &mut self.requests[slot] {
+            request.has_drafter = false;
+        }
         let state = &mut self.states[slot];
         state.next_tokens.clear();
         state.first_is_written = false;
         state.table.clear();
-        self.backend.forget_features(&mut self.draft, slot);
+        self.backend.forget_features(&mut self.draft, slot, 0);
     }
 }
 

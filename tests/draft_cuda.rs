@@ -3,10 +3,11 @@
 #![cfg(feature = "cuda")]
 
 use cuda_emulator as emulator;
-use eagle_verify::backend::cuda::Cuda;
+use eagle_verify::backend::cuda::{Cuda, DeviceSlice, Embedding};
 use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
-    BatchEntry, Coupling, DraftBudget, NodeId, RequestId, RequestOptions, Speculator, TokenId, VerifyBatch,
+    BatchEntry, Coupling, DraftBudget, ErrorKind, NodeId, RequestId, RequestOptions, Result, Speculator,
+    TokenId, VerifyBatch,
 };
 
 #[path = "common/backends.rs"]
@@ -21,7 +22,12 @@ use draft::{Both, Engine, HeadShape, PAGE, assert_same_drafts, large, options, s
 
 /// Bits of all KV memory are those of NaN: what is read unwritten shows.
 fn poison(engine: &mut Engine<Cuda>) {
-    for (address, bytes) in engine.speculator.draft_model().kv_memory() {
+    fill_with_nan(engine.speculator.draft_model().kv_memory());
+}
+
+fn fill_with_nan(memory: impl IntoIterator<Item = (u64, usize)>) {
+    emulator::synchronize().unwrap();
+    for (address, bytes) in memory {
         // SAFETY: the emulator's device memory is this process's, and the machine is idle.
         unsafe { std::ptr::write_bytes(address as *mut u8, 0xFF, bytes) };
     }
@@ -132,6 +138,36 @@ fn clear_some(last: TokenId, mask: &mut [u32]) -> bool {
     true
 }
 
+/// A step of requests that follow that grammar.
+fn masked_step(both: &mut Both) {
+    let (cpu, cuda) = (&mut both.cpu.speculator, &mut both.cuda.speculator);
+    let roots: Vec<TokenId> =
+        both.ids.iter().map(|id| *cpu.committed(*id).unwrap().last().unwrap()).collect();
+    let masks = |id: RequestId, path: &[TokenId], mask: &mut [u32]| {
+        clear_some(*path.last().unwrap_or(&roots[id.0 as usize]), mask)
+    };
+    cpu.propose_masked(&both.ids, &mut both.cpu_batch, masks).unwrap();
+    cuda.propose_masked(&both.ids, &mut both.cuda_batch, masks).unwrap();
+    assert_same_drafts(&both.cpu_batch, &both.cuda_batch);
+    let masks =
+        |entry: &BatchEntry, node: NodeId, mask: &mut [u32]| clear_some(entry.tree().token(node), mask);
+    let (logits, features) = both.cpu.forward(&both.cpu_batch);
+    let a = both.cpu.speculator.accept_masked(&both.cpu_batch, &logits, &features, masks).unwrap();
+    let (logits, features) = (both.cuda.device.floats(&logits), both.cuda.device.floats(&features));
+    let (logits, features) = (Cuda::view(&logits), Cuda::view(&features));
+    let b = both.cuda.speculator.accept_masked(&both.cuda_batch, logits, features, masks).unwrap();
+    for (a, b) in a.iter().zip(b) {
+        assert_eq!((&a.path, &a.emitted), (&b.path, &b.emitted));
+        let path =
+            [&both.cpu_batch.entries()[a.request.0 as usize].tree().tokens()[..1], &a.emitted].concat();
+        for pair in path.windows(2) {
+            let mut mask = vec![u32::MAX; 2];
+            clear_some(pair[0], &mut mask);
+            assert!(mask[pair[1].0 as usize / 32] >> (pair[1].0 % 32) & 1 == 1, "{pair:?}");
+        }
+    }
+}
+
 #[test]
 fn masked_requests() {
     let _machine = exclusive(fast());
@@ -139,34 +175,191 @@ fn masked_requests() {
     for (i, sampling) in samplings().into_iter().enumerate() {
         both.admit(10 + 3 * i, options((3, 4, 30), sampling));
     }
-    for _ in 0..3 {
-        let (cpu, cuda) = (&mut both.cpu.speculator, &mut both.cuda.speculator);
-        let roots: Vec<TokenId> =
-            both.ids.iter().map(|id| *cpu.committed(*id).unwrap().last().unwrap()).collect();
-        let masks = |id: RequestId, path: &[TokenId], mask: &mut [u32]| {
-            clear_some(*path.last().unwrap_or(&roots[id.0 as usize]), mask)
-        };
-        cpu.propose_masked(&both.ids, &mut both.cpu_batch, masks).unwrap();
-        cuda.propose_masked(&both.ids, &mut both.cuda_batch, masks).unwrap();
+    (0..3).for_each(|_| masked_step(&mut both));
+}
+
+/// Every kernel of a step, on a machine that checks each access and shows stores late.
+#[test]
+fn races_and_unwritten_memory() {
+    for seed in 1..=3 {
+        let _machine = exclusive(emulator::Config::checked(seed));
+        let mut both = Both::new(&emulated(), small, 2, 64);
+        let all = SamplingParams { seed, ..samplings().remove(6) };
+        both.admit(PAGE + 1, options((3, 3, 12), all));
+        both.admit(3, options((2, 3, 9), samplings().remove(4)));
+        masked_step(&mut both);
+        both.step();
+        emulator::synchronize().unwrap();
+        assert!(both.num_drafts > 10, "{}", both.num_drafts);
+    }
+}
+
+/// Runs `call` with its `nth` driver call failing, and once more if that made it fail. Whether it made so many.
+fn fail(nth: u64, mut call: impl FnMut() -> Result<()>) -> bool {
+    emulator::fail(None, nth, 304); // which says nothing about later calls
+    let outcome = call();
+    let failed = emulator::failed_call();
+    emulator::fail(None, 0, 0);
+    if let Err(error) = outcome {
+        assert!(failed.is_some() && error.kind() == ErrorKind::Fault, "{error}");
+        call().unwrap_or_else(|error| panic!("after a failure of {failed:?}: {error}"));
+    }
+    failed.is_some()
+}
+
+/// Whichever driver call of a step fails, once: done again, the step is what it would have been.
+#[test]
+fn a_failing_call_changes_nothing() {
+    let _machine = exclusive(fast());
+    let mut both = poisoned(small, 3, 600);
+    let log_probs = Some(2);
+    both.admit(40, RequestOptions { log_probs, ..options((4, 4, 40), SamplingParams::default()) });
+    both.admit(7, RequestOptions { max_new_tokens: 400, ..options((3, 3, 20), samplings().remove(6)) });
+    let mut num_long_paths = 0;
+    for nth in 1.. {
+        both.cpu.speculator.propose(&both.ids, &mut both.cpu_batch).unwrap();
+        let (speculator, batch) = (&mut both.cuda.speculator, &mut both.cuda_batch);
+        let mut has_failed = fail(nth, || speculator.propose(&both.ids, batch));
         assert_same_drafts(&both.cpu_batch, &both.cuda_batch);
-        let masks =
-            |entry: &BatchEntry, node: NodeId, mask: &mut [u32]| clear_some(entry.tree().token(node), mask);
-        let (logits, features) = both.cpu.forward(&both.cpu_batch);
-        let a = both.cpu.speculator.accept_masked(&both.cpu_batch, &logits, &features, masks).unwrap();
+        let verdicts = both.cpu.accept(&both.cpu_batch);
+        let (logits, features) = both.cuda.forward(&both.cuda_batch);
         let (logits, features) = (both.cuda.device.floats(&logits), both.cuda.device.floats(&features));
-        let (logits, features) = (Cuda::view(&logits), Cuda::view(&features));
-        let b = both.cuda.speculator.accept_masked(&both.cuda_batch, logits, features, masks).unwrap();
-        for (a, b) in a.iter().zip(b) {
+        let (speculator, batch) = (&mut both.cuda.speculator, &both.cuda_batch);
+        let mut seen = Vec::new();
+        has_failed |= fail(nth, || {
+            seen = speculator.accept(batch, Cuda::view(&logits), Cuda::view(&features))?.to_vec();
+            Ok(())
+        });
+        for (a, b) in verdicts.iter().zip(&seen) {
             assert_eq!((&a.path, &a.emitted), (&b.path, &b.emitted));
-            let path =
-                [&both.cpu_batch.entries()[a.request.0 as usize].tree().tokens()[..1], &a.emitted].concat();
-            for pair in path.windows(2) {
-                let mut mask = vec![u32::MAX; 2];
-                clear_some(pair[0], &mut mask);
-                assert!(mask[pair[1].0 as usize / 32] >> (pair[1].0 % 32) & 1 == 1, "{pair:?}");
-            }
+            assert!(a.finished.is_none() && b.finished.is_none(), "call {nth}: {:?}", b.finished);
+            num_long_paths += usize::from(a.path.len() > 2);
+        }
+        both.compare_kv();
+        if !has_failed {
+            assert!(nth > 20 && num_long_paths > 5, "{nth} calls, {num_long_paths} long paths");
+            break;
         }
     }
+    // And of a prompt's chunks.
+    let (id, prompt) = (RequestId(9), [5u32, 9, 2, 33, 7, 9, 9, 1].map(TokenId));
+    for nth in 1.. {
+        both.cpu.speculator.admit(id, options((2, 2, 5), SamplingParams::default())).unwrap();
+        both.cuda.speculator.admit(id, options((2, 2, 5), SamplingParams::default())).unwrap();
+        both.cpu.prefill(id, &prompt);
+        let mut has_failed = false;
+        for (start, end) in [(0, 1), (1, 5), (5, 8)] {
+            let features = both.cuda.device.floats(&both.cuda.features(&prompt[..end], start));
+            let speculator = &mut both.cuda.speculator;
+            has_failed |= fail(nth, || speculator.prefill(id, &prompt[start..end], Cuda::view(&features)));
+        }
+        assert_eq!(both.cuda.speculator.committed(id).unwrap(), prompt);
+        both.ids.push(id);
+        both.compare_kv();
+        both.ids.pop();
+        both.cpu.speculator.cancel(id).unwrap();
+        both.cuda.speculator.cancel(id).unwrap();
+        if !has_failed {
+            assert!(nth > 5);
+            break;
+        }
+    }
+}
+
+/// Where memory cannot grow for a larger step, the graphs of smaller ones don't use what has moved.
+#[test]
+fn graphs_after_a_lack_of_memory() {
+    for (nth, is_there) in [(2, true), (6, true), (99, false)] {
+        let _machine = exclusive(emulator::Config { races: true, ..fast() });
+        let mut engine = Engine::new(emulated(), small(), 4, 100);
+        let prompt: Vec<TokenId> = (0..9).map(|j| TokenId(j * 5 % 64)).collect();
+        engine.admit(0, &prompt, options((2, 2, 5), SamplingParams::default()));
+        engine.admit(1, &prompt[..5], options((6, 2, 40), samplings().remove(6)));
+        let (ids, mut batch) = ([RequestId(0), RequestId(1)], VerifyBatch::new());
+        engine.speculator.propose(&ids[..1], &mut batch).unwrap();
+        let tree = batch.entries()[0].tree().clone();
+        emulator::fail(Some("cuMemAlloc_v2"), nth, 2);
+        let outcome = engine.speculator.propose(&ids, &mut batch);
+        let failed = emulator::failed_call();
+        emulator::fail(None, 0, 0);
+        assert_eq!((outcome.is_err(), failed.is_some()), (is_there, is_there));
+        engine.speculator.propose(&ids[..1], &mut batch).unwrap();
+        assert_eq!(batch.entries()[0].tree(), &tree, "allocation {nth}");
+        emulator::synchronize().unwrap();
+    }
+}
+
+/// However budgets change, so many graphs are kept; and one that is made anew is the same.
+#[test]
+fn graphs_are_few() {
+    let _machine = exclusive(fast());
+    let mut engine = Engine::new(emulated(), small(), 1, 100);
+    let (ids, mut batch) = ([RequestId(0)], VerifyBatch::new());
+    engine.admit(0, &[TokenId(3), TokenId(4)], options((1, 1, 2), SamplingParams::default()));
+    let mut trees = Vec::new();
+    for round in 0..2 {
+        for i in 0..70 {
+            let (width, depth) = (1 + i % 14, 1 + i / 14);
+            engine.speculator.set_budget(ids[0], DraftBudget::new(width, depth, 9).unwrap()).unwrap();
+            engine.speculator.propose(&ids, &mut batch).unwrap();
+            trees.push(batch.entries()[0].tree().clone());
+            assert_eq!(trees[i], trees[i + 70 * round]);
+        }
+    }
+    let num_graphs = emulator::report().driver.num_graphs; // and their executables
+    assert!((100..=2 * 64).contains(&num_graphs), "{num_graphs}");
+}
+
+/// What an engine may get wrong with addresses of its own.
+#[test]
+fn addresses_are_checked() {
+    let _machine = exclusive(fast());
+    let cuda = emulated();
+    let table = cuda.upload(&vec![0.0f32; 64 * 64 + 2]).unwrap();
+    // SAFETY: it is not used.
+    let shared = unsafe { Embedding::shared(table.slice().get(2..64 * 64 + 2).unwrap(), 64) };
+    let error = shared.unwrap_err();
+    assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains("multiple of 16"), "{error}");
+
+    let mut engine = Engine::new(cuda.clone(), small(), 1, 100);
+    engine.admit(0, &[TokenId(3)], options((2, 2, 5), SamplingParams::default()));
+    let mut batch = VerifyBatch::new();
+    engine.speculator.propose(&[RequestId(0)], &mut batch).unwrap();
+    let (logits, features) = engine.forward(&batch);
+    let (logits, features) = (cuda.floats(&logits), cuda.floats(&features));
+    for offset in [2, features.address().wrapping_neg()] {
+        let address = features.address().wrapping_add(offset);
+        // SAFETY: refused before it is used.
+        let wrong = unsafe { DeviceSlice::<f32>::from_raw(&cuda, address, features.len()) };
+        let error = engine.speculator.accept(&batch, Cuda::view(&logits), wrong.into()).unwrap_err();
+        assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains("multiple of 4"), "{error}");
+    }
+    engine.speculator.accept(&batch, Cuda::view(&logits), Cuda::view(&features)).unwrap();
+}
+
+/// A grammar knows nothing of a request that is gone.
+#[test]
+fn no_masks_for_who_is_gone() {
+    let _machine = exclusive(fast());
+    let mut engine = Engine::new(emulated(), small(), 2, 100);
+    for id in 0..2 {
+        engine.admit(id, &[TokenId(3), TokenId(4)], options((2, 2, 5), SamplingParams::default()));
+    }
+    let mut batch = VerifyBatch::new();
+    engine.speculator.propose(&[RequestId(0), RequestId(1)], &mut batch).unwrap();
+    let (logits, features) = engine.forward(&batch);
+    let (logits, features) = (engine.device.floats(&logits), engine.device.floats(&features));
+    engine.speculator.cancel(RequestId(0)).unwrap();
+    let mut num_asked = 0;
+    let masks = |entry: &BatchEntry, _: NodeId, _: &mut [u32]| {
+        assert_eq!(entry.request(), RequestId(1));
+        num_asked += 1;
+        false
+    };
+    let (logits, features) = (Cuda::view(&logits), Cuda::view(&features));
+    let verdicts = engine.speculator.accept_masked(&batch, logits, features, masks).unwrap();
+    assert!(verdicts[0].emitted.is_empty() && !verdicts[1].emitted.is_empty());
+    assert!(num_asked > 0);
 }
 
 /// One request of a batch has features that are NaN: no drafts for it, the others as before. Its rows then are the
@@ -197,6 +390,26 @@ fn broken_features_and_padding() {
         both.step();
         both.ids.pop();
     }
+}
+
+/// No step reads what an earlier one has left beside keys and values, also in graphs with rows that are not there.
+#[test]
+fn scratch_memory_is_written_first() {
+    let _machine = exclusive(fast());
+    let mut both = poisoned(large, 4, 300);
+    both.cuda.speculator.draft_model().set_least_bucket(4);
+    for (i, sampling) in [0, 4, 6].map(|i| samplings().remove(i)).into_iter().enumerate() {
+        both.admit(200 + 40 * i, options((2 + i, 2 + i, 20), sampling));
+    }
+    for _ in 0..3 {
+        fill_with_nan(both.cuda.speculator.draft_model().scratch_memory());
+        both.step();
+    }
+    assert!(both.num_correct > 3, "{}", both.num_correct);
+    // The control.
+    poison(&mut both.cuda);
+    both.cuda.speculator.propose(&both.ids, &mut both.cuda_batch).unwrap();
+    assert!(both.cuda_batch.entries().iter().all(|entry| entry.tree().num_drafts() == 0));
 }
 
 /// The first branch of a tree is the chain, token for token; a request's bits are the same alone and in a batch.

@@ -151,7 +151,7 @@ fn configure(mutant: Option<&'static str>) {
 }
 
 fn target(path: &Path) -> Target {
-    let mut target = Target::load(path, &Cpu::new().unwrap(), 1, MAX_LEN).unwrap();
+    let mut target = Target::load(path, &[Cpu::new().unwrap()], 1, MAX_LEN).unwrap().remove(0);
     target.capture(&[1, 14, 26]);
     target
 }

@@ -70,15 +70,15 @@ pub trait Backend: sealed::Sealed + Sized {
         rows: impl Iterator<Item = (usize, usize)>,
     ) -> Result<()>;
 
-    /// Drops all features that wait in `slot`.
+    /// Drops the features that wait in `slot`, but for the first `num_kept`.
     #[doc(hidden)]
-    fn forget_features(&self, draft: &mut Self::Draft, slot: usize);
+    fn forget_features(&self, draft: &mut Self::Draft, slot: usize, num_kept: usize);
 
     /// Runs the draft model for the requests in the slots `active`: extends the KV of each by the pairs that
     /// wait, then fills its candidate pool level by level. The last pair goes on waiting.
     ///
     /// # Errors
-    /// *Fault* when the device fails.
+    /// *Fault* when the device fails. Then the same pairs wait as before.
     #[doc(hidden)]
     fn draft(
         &self,

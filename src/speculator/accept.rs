@@ -48,7 +48,9 @@ impl<B: Backend> Speculator<B> {
         // So that no later step allocates.
         text.committed.reserve(request.options.max_new_tokens.min(self.config.max_len - prompt_len));
         text.committed.push(token);
-        self.states[slot].next_tokens.push(token);
+        if request.has_drafter {
+            self.states[slot].next_tokens.push(token);
+        }
         let finished = if request.options.stop_tokens.contains(&token) {
             Some(FinishReason::Stop(token))
         } else {
@@ -136,9 +138,10 @@ impl<B: Backend> Speculator<B> {
             let rows = batch.tokens().iter().zip(batch.positions());
             fingerprint(requests.chain(rows.map(|(token, at)| u64::from(*at) << 32 | u64::from(token.0))))
         })?;
-        self.walk(batch, logits, masks);
+        self.walk(batch, logits, masks)?;
         let kept = self.active.iter().zip(&self.verdicts).zip(batch.entries());
-        let kept = kept.filter(|((_, verdict), _)| verdict.finished.is_none());
+        let drafts = |slot: usize| self.requests[slot].as_ref().is_some_and(|request| request.has_drafter);
+        let kept = kept.filter(|((slot, verdict), _)| verdict.finished.is_none() && drafts(**slot));
         let kept = kept.flat_map(|((slot, verdict), entry)| {
             verdict.path.iter().map(|node| (*slot, entry.rows().start + node.index()))
         });
@@ -191,13 +194,22 @@ impl<B: Backend> Speculator<B> {
         if !self.chooses_at_once() {
             return Ok(());
         }
-        self.choices.prepare(batch, self.vocab, masks.as_mut());
+        self.choices.prepare(batch, &self.active, self.vocab, masks.as_mut());
         let rows = self.choices.rows(batch, &self.active, &self.states);
         self.backend.choose_all(&mut self.draft, logits, rows, &mut self.keys)
     }
 
     /// Walks all trees.
-    fn walk(&mut self, batch: &VerifyBatch, logits: B::View<'_>, mut masks: Option<MasksByNode<'_>>) {
+    ///
+    /// # Errors
+    /// Those of the device. What is wrong with a request's logits is in its verdict.
+    fn walk(
+        &mut self,
+        batch: &VerifyBatch,
+        logits: B::View<'_>,
+        mut masks: Option<MasksByNode<'_>>,
+    ) -> Result<()> {
+        let mut failure = None;
         let (width, is_chosen) = (self.columns.len(), self.chooses_at_once());
         self.verdicts.truncate(batch.entries().len());
         self.verdicts.resize_with(batch.entries().len(), Verdict::new);
@@ -244,12 +256,17 @@ impl<B: Backend> Speculator<B> {
                 };
                 let token = key.checked()?.token();
                 if let Some(count) = request.options.log_probs {
-                    log_probs.push(backend.log_prob(row_logits(), token, count)?);
+                    let log_prob = backend.log_prob(row_logits(), token, count);
+                    log_probs.push(log_prob.inspect_err(|error| failure = Some(error.clone()))?);
                 }
                 Ok(token)
             });
             verdict.log_probs = log_probs;
+            if let Some(error) = failure {
+                return Err(error);
+            }
         }
+        Ok(())
     }
 
     /// Enters the verdicts in the books.
@@ -265,7 +282,7 @@ impl<B: Backend> Speculator<B> {
             self.stats.record(entry, verdict)?;
             if verdict.finished.is_some() {
                 self.retire(slot);
-            } else {
+            } else if request.has_drafter {
                 state.next_tokens.extend_from_slice(&verdict.emitted);
             }
         }

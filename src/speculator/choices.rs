@@ -28,10 +28,12 @@ struct Row {
 }
 
 impl Choices {
-    /// Collects what the rows' choices depend on beside their logits.
+    /// Collects what the rows' choices depend on beside their logits. `slots` are those of the batch's entries: no
+    /// masks are asked for of a request that is gone.
     pub(super) fn prepare(
         &mut self,
         batch: &VerifyBatch,
+        slots: &[usize],
         vocab: usize,
         mut masks: Option<&mut MasksByNode<'_>>,
     ) {
@@ -46,7 +48,7 @@ impl Choices {
                 let ancestors = tree.ancestors(node);
                 // In order from the root, which is no draft.
                 self.paths.extend(ancestors.iter().skip(1).map(|index| tree.tokens()[index]));
-                let mask = masks.as_mut().and_then(|masks| {
+                let mask = masks.as_mut().filter(|_| slots[place] != usize::MAX).and_then(|masks| {
                     let start = self.masks.len();
                     self.masks.resize(start + self.mask_words, u32::MAX);
                     let is_masked = masks(entry, node, &mut self.masks[start..]);

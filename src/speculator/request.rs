@@ -76,6 +76,8 @@ pub(super) struct Request {
     /// Set once the prompt is complete.
     pub(super) prompt_len: Option<usize>,
     pub(super) finished: bool,
+    /// Unless there was no room for its rows in the draft model's KV cache.
+    pub(super) has_drafter: bool,
     /// The step that was under way when it was admitted.
     pub(super) admitted_step: u64,
     /// The last step that proposed for it, while not accepted.

@@ -103,6 +103,40 @@ fn text_equals_plain_decoding_for_every_tree() {
     assert_eq!(stats.num_correct_by_rank().iter().sum::<u64>(), stats.num_correct_drafts());
 }
 
+/// Less room than all requests need: who has none decodes plainly, and leaves no row behind.
+#[test]
+fn a_request_without_room_is_decoded_plainly() {
+    let files = toy::head_files(7);
+    let head = Eagle3Checkpoint::from_bytes(&files.config_bytes(), &files.tensor_bytes(), TARGET).unwrap();
+    let make = |num_rows| {
+        let table = Embedding::f32(Arc::from(toy::embedding_table()), TARGET.hidden).unwrap();
+        let config = SpeculatorConfig { max_requests: 3, max_len: MAX_LEN };
+        Speculator::with_kv_rows(Cpu::with_threads(1).unwrap(), &head, Some(table), config, num_rows)
+    };
+    assert_eq!(make(0).unwrap_err().kind(), ErrorKind::Misuse);
+    let prompts = [toy::prompt(90, 1), toy::prompt(40, 2), toy::prompt(7, 3)];
+    let mut num_correct = Vec::new();
+    for num_rows in [1, 64, 128, 192, usize::MAX] {
+        let mut s = make(num_rows).unwrap();
+        for (id, prompt) in (0..).zip(&prompts) {
+            admit(&mut s, id, prompt, 32, options(60, DraftBudget::new(4, 3, 16).unwrap()));
+        }
+        let (mut ids, mut batch) = (vec![RequestId(0), RequestId(1), RequestId(2)], VerifyBatch::new());
+        while !ids.is_empty() {
+            let verdicts = step(&mut s, &ids, &mut batch);
+            ids.retain(|id| !verdicts.iter().any(|v| v.request == *id && v.finished.is_some()));
+        }
+        for (id, prompt) in (0..).zip(&prompts) {
+            assert_eq!(s.finish(RequestId(id)).unwrap().tokens, toy::decode(prompt, 60, &[]));
+        }
+        assert_eq!(s.num_draft_pages(), 0);
+        num_correct.push(s.stats().num_correct_drafts());
+    }
+    let all = num_correct[4];
+    assert!(num_correct[..4].iter().all(|num| *num < all), "{num_correct:?}");
+    assert!(num_correct[0] < num_correct[3], "{num_correct:?}");
+}
+
 /// Negative control: a walk that takes the first child instead of the target's changes the text.
 #[test]
 fn control_a_wrong_walk_changes_the_text() {

@@ -151,8 +151,8 @@ impl CpuHead {
         self.waiting[slot].extend_from_slice(&features[row * width..][..width]);
     }
 
-    pub(super) fn forget_features(&mut self, slot: usize) {
-        self.waiting[slot].clear();
+    pub(super) fn forget_features(&mut self, slot: usize, num_kept: usize) {
+        self.waiting[slot].truncate(num_kept * self.config.feature_width());
     }
 
     /// The tokens of the target's logits, and how many its vocabulary has.

@@ -226,8 +226,8 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn forget_features(&self, draft: &mut Self::Draft, slot: usize) {
-        draft.forget_features(slot);
+    fn forget_features(&self, draft: &mut Self::Draft, slot: usize, num_kept: usize) {
+        draft.forget_features(slot, num_kept);
     }
 
     fn draft(

@@ -24,16 +24,20 @@ use crate::tree::{DraftTree, TokenId};
 use abi::{NONE, PASS_ROWS};
 use layer::{Layer, Levels, PAGE_SIZE, StepPlaces, num_chunks};
 
+/// Graphs that are kept at most: those used last. Each holds memory of the host and of the device.
+const MAX_GRAPHS: usize = 64;
+
 /// The head, the features that wait for it, and what a step needs.
 #[derive(Debug)]
 pub struct CudaHead {
     // Before the memory that they use.
-    graphs: HashMap<Levels, Graph>,
+    graphs: HashMap<Levels, LevelsGraph>,
     cuda: Cuda,
     config: Eagle3Config,
     layer: Layer,
     waiting: Waiting,
     step: Step,
+    num_graph_launches: u64,
     /// The pages of each slot that the device knows.
     pages: Vec<Vec<u32>>,
     /// Requests of this step that draft: their slots. And of those, the ones with filters, penalties or bias.
@@ -45,6 +49,13 @@ pub struct CudaHead {
     pools: Staging<u32>,
     masks: Masks,
     chooser: RowChooser,
+}
+
+#[derive(Debug)]
+struct LevelsGraph {
+    graph: Graph,
+    /// The launch of any graph that was its last.
+    last_launch: u64,
 }
 
 /// Target features that wait, on the device, by slot.
@@ -121,9 +132,10 @@ impl Backend for Cuda {
         draft.keep_features(features, rows)
     }
 
-    fn forget_features(&self, draft: &mut CudaHead, slot: usize) {
+    fn forget_features(&self, draft: &mut CudaHead, slot: usize, num_kept: usize) {
         let Waiting { of_slot, free, .. } = &mut draft.waiting;
-        free.extend(of_slot[slot].drain(..));
+        let num_kept = num_kept.min(of_slot[slot].len());
+        free.extend(of_slot[slot].drain(num_kept..));
     }
 
     fn draft(
@@ -135,8 +147,9 @@ impl Backend for Cuda {
     ) -> Result<()> {
         let drafted = draft.draft(states, active, masks);
         if drafted.is_err() {
-            // What the device knows of pages is unknown.
+            // What the device knows of pages is unknown; and memory that graphs use may have moved before the failure.
             draft.pages.iter_mut().for_each(Vec::clear);
+            draft.graphs.clear();
         }
         drafted
     }
@@ -195,7 +208,8 @@ impl CudaHead {
         let chooser =
             ChooserConfig { columns: columns.clone(), ..ChooserConfig::new(max_rows, config.target.vocab) };
         Ok(Self {
-            graphs: HashMap::new(),
+            graphs: HashMap::with_capacity(MAX_GRAPHS),
+            num_graph_launches: 0,
             waiting: Waiting::new(cuda, layer.half, &config, max_requests)?,
             step: Step::new(cuda, max_requests)?,
             pages: vec![Vec::new(); max_requests],
@@ -226,6 +240,7 @@ impl CudaHead {
         if features.stream != self.cuda.stream_id() {
             return Err(Error::misuse("features", "memory of the speculator's `Cuda`", "another's"));
         }
+        features.expect_aligned("features", features.format.bytes())?;
         let waiting = &mut self.waiting;
         waiting.list.clear();
         let mut num_kept = 0;
@@ -316,6 +331,13 @@ impl CudaHead {
     #[doc(hidden)]
     pub fn kv_memory(&self) -> [(u64, usize); 2] {
         self.layer.kv_memory()
+    }
+
+    /// Memory that no step finds anything in, as [`kv_memory`](Self::kv_memory).
+    #[doc(hidden)]
+    pub fn scratch_memory(&self) -> Vec<(u64, usize)> {
+        let scratch = self.layer.scratch_memory().filter(|memory| memory.len() > 0);
+        scratch.map(|memory| (memory.address, memory.len())).collect()
     }
 
     /// Captures levels for so many requests at least: for tests of graphs that are larger than their batch.
@@ -421,15 +443,22 @@ impl CudaHead {
 
     /// All levels, with no word from the host in between.
     fn run_graph(&mut self, levels: &Levels, places: StepPlaces) -> Result<()> {
+        self.num_graph_launches += 1;
         if !self.graphs.contains_key(levels) {
+            if self.graphs.len() == MAX_GRAPHS
+                && let Some((&oldest, _)) = self.graphs.iter().min_by_key(|(_, graph)| graph.last_launch)
+            {
+                self.graphs.remove(&oldest);
+            }
             let layer = &self.layer;
             let graph = self.cuda.capture(|| {
                 layer.start(levels, places)?;
                 (1..=levels.depth).try_for_each(|level| layer.level(levels, level, places, 0))
             })?;
-            self.graphs.insert(*levels, graph);
+            self.graphs.insert(*levels, LevelsGraph { graph, last_launch: 0 });
         }
-        let Some(graph) = self.graphs.get_mut(levels) else { return Ok(()) };
+        let Some(LevelsGraph { graph, last_launch }) = self.graphs.get_mut(levels) else { return Ok(()) };
+        *last_launch = self.num_graph_launches;
         // SAFETY: the recorded launches use memory of the layer and of the step, which live as long as the graph:
         // graphs are dropped when any of it moves, and before it when the head is dropped.
         unsafe { graph.launch() }
@@ -491,13 +520,13 @@ fn path_of(pool: &[u32], candidate: u32, path: &mut Vec<TokenId>) {
 /// Gives a request its candidates.
 fn fill_pool(pool: &[u32], vocab: usize, state: &mut DraftState) -> Result<()> {
     let candidates = candidates(pool);
+    if candidates.is_empty() || candidates.len() != pool[0] as usize {
+        let wanted = format!("1 to {} candidates", (pool.len() - 2) / 3);
+        return Err(Error::fault("candidates from the device", wanted, pool[0]));
+    }
     for (i, candidate) in candidates.iter().enumerate().skip(1) {
         let abi::Candidate { token, parent, score } = *candidate;
-        if parent as usize >= i
-            || token as usize >= vocab
-            || score.is_nan()
-            || candidates.len() != pool[0] as usize
-        {
+        if parent as usize >= i || token as usize >= vocab || score.is_nan() {
             let wanted = format!("tokens below {vocab} with a parent before them and a score");
             return Err(Error::fault("candidates from the device", wanted, format!("{candidate:?}")));
         }
@@ -543,7 +572,7 @@ impl Waiting {
         Ok(())
     }
 
-    /// Undoes the list.
+    /// Undoes the list, the last place first: so each is the last that waits in its slot.
     fn take_back(&mut self) {
         for [_, place] in self.list.drain(..).rev() {
             for of_slot in &mut self.of_slot {

@@ -77,6 +77,16 @@ pub struct View<'a> {
 }
 
 impl View<'_> {
+    /// Misuse unless the address is a multiple of `alignment`: an engine may give any.
+    pub(super) fn expect_aligned(&self, subject: &'static str, alignment: usize) -> Result<()> {
+        let is_aligned = self.address != 0 && self.address.is_multiple_of(alignment as u64);
+        if is_aligned || self.len == 0 {
+            return Ok(());
+        }
+        let wanted = format!("an address that is a multiple of {alignment}");
+        Err(Error::misuse(subject, wanted, format!("{:#x}", self.address)))
+    }
+
     /// Some of the numbers, which are there.
     pub(super) fn part(self, range: Range<usize>) -> Self {
         let address = self.address + (range.start * self.format.bytes()) as u64;
@@ -135,7 +145,7 @@ impl Embedding {
     /// The engine's own table.
     ///
     /// # Errors
-    /// *Misuse* when it is not whole rows of `hidden` elements.
+    /// *Misuse* when it is not whole rows of `hidden` elements, or its address is not a multiple of 16.
     ///
     /// # Safety
     /// `table` is alive and unchanged as long as the speculator that gets this.
@@ -149,6 +159,8 @@ impl Embedding {
             let wanted = format!("a positive multiple of the hidden size {hidden}");
             return Err(Error::misuse("embedding table", wanted, len));
         }
+        // The head reads 16 bytes at a time.
+        View::from(table).expect_aligned("embedding table", 16)?;
         let DeviceSlice { stream, address, .. } = table;
         Ok(Self { address, format: T::FORMAT, hidden, vocab: len / hidden, stream, _owner: None })
     }

@@ -46,9 +46,10 @@ pub(super) struct StepPlaces {
 }
 
 impl Levels {
-    /// Most candidates of a request.
+    /// Most candidates of a request. One request may have the width and another the depth: none runs more draft rows
+    /// than a budget allows.
     pub(super) fn num_candidates(&self) -> usize {
-        1 + self.width + (self.depth - 1) * self.width * self.width
+        1 + self.width + ((self.depth - 1) * self.width).min(DraftTree::MAX_NODES) * self.width
     }
 
     /// Words of a pool: how many candidates and draft rows there are, and the candidates.
@@ -312,6 +313,16 @@ impl Layer {
         [&self.keys, &self.values].map(|memory| (memory.address, memory.len()))
     }
 
+    /// What means nothing from one step to the next.
+    pub(super) fn scratch_memory(&self) -> impl Iterator<Item = &Memory> {
+        let Self { high, low, partials, hidden_rows, query, work, .. } = self;
+        let Work { pools, rows, outputs, attended, attended_sums, .. } = work;
+        let Work { noise, segment_sums, segment_best, edited, thresholds, paths, .. } = work;
+        let of_levels =
+            [pools, attended, attended_sums, noise, segment_sums, segment_best, edited, thresholds, paths];
+        [high, low, partials, hidden_rows, query].into_iter().chain(rows).chain(outputs).chain(of_levels)
+    }
+
     /// Keys and values of some slots, one after the other.
     pub(super) fn read_kv(&self, slots: impl Iterator<Item = usize>) -> Result<Vec<f32>> {
         let width = self.config.num_kv_heads * self.config.head_dim;
@@ -564,5 +575,27 @@ impl Layer {
         }
         let segments = draft_vocab.div_ceil(SEGMENT_COLUMNS);
         self.launch(kernels.rank, (segments.div_ceil(8), n, 1), 256, draft)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draft::DraftBudget;
+
+    /// Pools have room for every request of a step, and are no larger for a wide one beside a deep one.
+    #[test]
+    fn pools_fit_every_budget() {
+        for (width, depth) in [(1, 1), (1, 257), (10, 8), (64, 5), (64, 257), (10, 26)] {
+            let levels = Levels { requests: 1, width, depth, chunks: 1, noise: false, filters: false };
+            let mut most = 0;
+            for (own_width, own_depth) in (1..=width).flat_map(|w| (1..=depth).map(move |d| (w, d))) {
+                if DraftBudget::new(own_width, own_depth, 256).is_ok() {
+                    most = most.max(1 + own_width + (own_depth - 1) * own_width * own_width);
+                }
+            }
+            assert!(levels.num_candidates() >= most, "{levels:?}: {most}");
+            assert!(levels.num_candidates() <= 2 * most, "{levels:?}: {most}");
+        }
     }
 }
