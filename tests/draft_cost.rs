@@ -113,9 +113,15 @@ impl Counted {
     }
 }
 
-fn check(name: &str, shape: fn() -> HeadShape, requests: usize, budget: (usize, usize), prompt_len: usize, temperature: f32) {
+fn check(
+    name: &str,
+    shape: fn() -> HeadShape,
+    requests: usize,
+    budget: (usize, usize),
+    prompt_len: usize,
+    temperature: f32,
+) {
     let (width, depth) = budget;
-    let started = std::time::Instant::now();
     emulator::configure(&fast());
     let mut engine: Engine<Cuda> = Engine::new(emulated(), shape(), requests, prompt_len + 100);
     let vocab = engine.shape.target.vocab;
@@ -140,7 +146,7 @@ fn check(name: &str, shape: fn() -> HeadShape, requests: usize, budget: (usize, 
         embedding_bytes: 4,
     };
     let mut most_pairs = 0;
-    for round in 0..4 {
+    for round in 0..3 {
         // The first again, with the last pair alone; then what verify passes leave, alike in all requests.
         if round > 0 {
             let verdicts = engine.accept(&batch);
@@ -157,7 +163,7 @@ fn check(name: &str, shape: fn() -> HeadShape, requests: usize, budget: (usize, 
         step.new_pages = pages.map_or(0, |(_, pages)| pages.written_bytes as usize / 4);
         let cost = draft_cost(&config, &step);
         counted.compare(&cost).unwrap_or_else(|difference| panic!("{name}, round {round}: {difference}"));
-        if round == 3 {
+        if round == 2 {
             // A formula that is off by one in anything is noticed.
             for wrong in [
                 DraftStep { depth: depth + 1, ..step },
@@ -184,7 +190,6 @@ fn check(name: &str, shape: fn() -> HeadShape, requests: usize, budget: (usize, 
         assert!(cost.moved_bytes() > cost.minimum_bytes && cost.minimum_bytes > 0);
     }
     assert!(depth == 1 || most_pairs > 1, "{name}: nothing was accepted");
-    eprintln!("{name} {:?}", started.elapsed());
 }
 
 #[test]
@@ -192,7 +197,7 @@ fn formulas_equal_what_is_counted() {
     let _machine = emulator::exclusive();
     check("a chain", small, 1, (1, 3), 20, 0.0);
     check("two chunks", small, 2, (4, 3), 300, 0.0);
-    check("two passes", small, 8, (10, 3), 31, 0.0);
-    check("noise", large, 4, (3, 4), 70, 0.8);
+    check("two passes", small, 8, (10, 2), 31, 0.0);
+    check("noise", large, 2, (3, 4), 70, 0.8);
     check("slices", sliced, 1, (8, 2), 40, 0.0);
 }

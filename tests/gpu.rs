@@ -33,10 +33,15 @@ fn gpu(test: &str) -> Option<Cuda> {
     }
 }
 
+/// All, or with `EAGLE_VERIFY_GPU_LITTLE` a little of each part: for tools that make it slow.
+fn extent() -> Extent {
+    if std::env::var_os("EAGLE_VERIFY_GPU_LITTLE").is_some() { Extent::Rehearsal } else { Extent::Card }
+}
+
 #[test]
 fn collectives_equal_the_specification() {
     if gpu("collectives").is_some() {
-        let num_calls = card::collectives(&VirtualRanks(|| Cuda::new(0).unwrap()), Extent::Card);
+        let num_calls = card::collectives(&VirtualRanks(|| Cuda::new(0).unwrap()), extent());
         eprintln!("{num_calls} calls of groups of up to 8 virtual ranks");
     }
 }
@@ -44,35 +49,35 @@ fn collectives_equal_the_specification() {
 #[test]
 fn collectives_in_graphs() {
     if gpu("collectives in graphs").is_some() {
-        card::group_graphs(&VirtualRanks(|| Cuda::new(0).unwrap()), Extent::Card);
+        card::group_graphs(&VirtualRanks(|| Cuda::new(0).unwrap()), extent());
     }
 }
 
 #[test]
 fn linear_layers_are_close_to_those_of_the_cpu() {
     if let Some(cuda) = gpu("linear layers") {
-        card::linear_layers(&cuda, Extent::Card);
+        card::linear_layers(&cuda, extent());
     }
 }
 
 #[test]
 fn kv_rows_move_as_bytes_do() {
     if let Some(cuda) = gpu("KV moves") {
-        card::kv_moves(&cuda, Extent::Card);
+        card::kv_moves(&cuda, extent());
     }
 }
 
 #[test]
 fn choices_equal_the_specification() {
     if let Some(cuda) = gpu("choices") {
-        card::choices(&cuda, Extent::Card);
+        card::choices(&cuda, extent());
     }
 }
 
 #[test]
 fn drafts_equal_those_of_the_cpu() {
     if let Some(cuda) = gpu("drafts") {
-        card::drafts(&cuda, Extent::Card);
+        card::drafts(&cuda, extent());
     }
 }
 
@@ -82,8 +87,8 @@ fn dependent_launches_change_nothing() {
     let Some(cuda) = gpu("dependent launches") else { return };
     let cuda = cuda.with_dependent_launches().unwrap();
     for (_, part) in card::PARTS {
-        part(&cuda, Extent::Card);
+        part(&cuda, extent());
     }
     let dependent = || Cuda::new(0).and_then(Cuda::with_dependent_launches).unwrap();
-    card::group_graphs(&VirtualRanks(dependent), Extent::Card);
+    card::group_graphs(&VirtualRanks(dependent), extent());
 }

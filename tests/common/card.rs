@@ -131,8 +131,10 @@ pub fn choices(cuda: &Cuda, extent: Extent) {
                 allowed: None,
             };
             // Biases name tokens up to 8.
-            let usable: Vec<bool> =
-                samplers.iter().map(|s| s.params().logit_bias.iter().all(|(t, _)| (t.0 as usize) < vocab)).collect();
+            let usable: Vec<bool> = samplers
+                .iter()
+                .map(|s| s.params().logit_bias.iter().all(|(t, _)| (t.0 as usize) < vocab))
+                .collect();
             let samplers: Vec<&Sampler> =
                 samplers.iter().zip(usable).filter(|(_, usable)| *usable).map(|(s, _)| s).collect();
             let rows: Vec<ChooseRow<'_>> =
@@ -184,10 +186,11 @@ pub fn linear_layers(cuda: &Cuda, extent: Extent) {
 fn linear_layer<T: Element>(cuda: &Cuda, outputs: usize, inputs: usize, extent: Extent) {
     let mut numbers = Numbers::new((outputs * inputs) as u64);
     let weights: Vec<T> = (0..outputs * inputs).map(|_| T::from_f32(2.0 * numbers.next_f32())).collect();
-    let sizes: Vec<T> = weights.iter().map(|weight| T::from_f32(weight.to_f32().abs())).collect();
     let mut linear = Linear::new(cuda, &weights, outputs, inputs).unwrap();
+    let weights: Vec<f32> = weights.iter().map(|weight| weight.to_f32()).collect();
+    let sizes: Vec<f32> = weights.iter().map(|weight| weight.abs()).collect();
     let cpu = Cpu::new().unwrap();
-    let on_cpu = |weights: &[T], x: &[f32]| {
+    let on_cpu = |weights: &[f32], x: &[f32]| {
         let mut y = vec![0.0; x.len() / inputs * outputs];
         PackedLinear::new(weights, outputs, inputs).unwrap().forward(&cpu, x, &mut y).unwrap();
         y
@@ -202,9 +205,13 @@ fn linear_layer<T: Element>(cuda: &Cuda, outputs: usize, inputs: usize, extent: 
         let seen = cuda.download(&output).unwrap();
         // Two halves for each x, and what tensor cores may lose in a sum, whatever their order.
         let relative = 2f32.powi(-16) + inputs.div_ceil(16) as f32 * 2f32.powi(-22);
-        let (want, sizes) = (on_cpu(&weights, x), on_cpu(&sizes, &x.iter().map(|x| x.abs()).collect::<Vec<_>>()));
+        let (want, sizes) =
+            (on_cpu(&weights, x), on_cpu(&sizes, &x.iter().map(|x| x.abs()).collect::<Vec<_>>()));
         for ((seen, want), size) in seen.iter().zip(&want).zip(&sizes) {
-            assert!((seen - want).abs() <= relative * size, "{outputs} x {inputs}, {rows} rows: {seen}, not {want}");
+            assert!(
+                (seen - want).abs() <= relative * size,
+                "{outputs} x {inputs}, {rows} rows: {seen}, not {want}"
+            );
         }
         let first = first_row.get_or_insert_with(|| bits(&seen[..outputs])).clone();
         assert_eq!(bits(&seen[..outputs]), first, "{outputs} x {inputs}: the first of {rows} rows");
@@ -229,7 +236,8 @@ pub fn kv_moves(cuda: &Cuda, extent: Extent) {
     for layout in
         [KvLayout::rows(num_pages, PAGE, row_bytes), KvLayout::heads(num_pages, PAGE, 4, row_bytes / 4)]
     {
-        let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| numbers.next_u64().to_le_bytes()).collect();
+        let mut bytes: Vec<u8> =
+            (0..len.div_ceil(8)).flat_map(|_| numbers.next_u64().to_le_bytes()).collect();
         let on_device = cuda.upload(&bytes).unwrap();
         // Paths through trees: nodes ascend, and move down.
         let moves: Vec<Vec<SlotMove>> = (0..requests)
@@ -263,6 +271,8 @@ pub fn kv_moves(cuda: &Cuda, extent: Extent) {
     }
 }
 
-/// The parts of one device.
-pub const PARTS: [(&str, fn(&Cuda, Extent)); 4] =
+/// A part for one device.
+pub type Part = fn(&Cuda, Extent);
+
+pub const PARTS: [(&str, Part); 4] =
     [("linear layers", linear_layers), ("KV moves", kv_moves), ("choices", choices), ("drafts", drafts)];

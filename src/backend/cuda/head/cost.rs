@@ -68,6 +68,8 @@ pub struct DraftCost {
     /// pass of at most 64 rows, the prefix's keys and values once for each level, the features once, and the keys and
     /// values that are written.
     pub minimum_bytes: u64,
+    /// Of these, the weights.
+    pub weight_bytes: u64,
 }
 
 impl DraftCost {
@@ -130,6 +132,7 @@ impl Counter<'_> {
         let sums = slices * num_outputs * 4;
         let kernel = format!("linear_bf16_r{}", instance_rows(rows));
         self.cost.add(&kernel, weights + halves + index, rows * sums);
+        self.cost.weight_bytes += weights as u64;
         self.cost.minimum_bytes += weights as u64;
         sums
     }
