@@ -2,6 +2,7 @@
 //! all levels run as one graph.
 
 mod abi;
+pub mod cost;
 mod layer;
 
 use std::collections::{HashMap, VecDeque};

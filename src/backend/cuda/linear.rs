@@ -14,7 +14,7 @@ pub(super) const MAX_ROWS: usize = 64;
 /// Inputs that a block multiplies at a time.
 const CHUNK: usize = 64;
 /// Outputs of a block.
-const TILE_OUTPUTS: usize = 64;
+pub(super) const TILE_OUTPUTS: usize = 64;
 /// Of a block, for all kernels here.
 const THREADS: u32 = 128;
 /// Two for each multiprocessor of the largest SM120 device. Not that of the device in hand: bits must not depend on it.
@@ -159,7 +159,7 @@ impl LinearWeights {
 
     /// Parts of the inputs whose sums are apart in the partials.
     pub(super) fn num_slices(&self) -> usize {
-        self.num_inputs.div_ceil(CHUNK).div_ceil(self.slice_chunks)
+        num_slices(self.num_outputs, self.num_inputs)
     }
 
     /// Floats that a call's partials have room for: `[slices, MAX_ROWS, outputs]`.
@@ -181,7 +181,7 @@ impl LinearWeights {
         if num_rows == 0 || num_rows > MAX_ROWS {
             return Err(Error::misuse("rows of a linear layer", format!("1 to {MAX_ROWS}"), num_rows));
         }
-        let instance = num_rows.div_ceil(8).next_power_of_two().trailing_zeros() as usize;
+        let instance = instance(num_rows);
         let (max_rows, stages) = INSTANCES[instance];
         let mut arguments = LinearArguments {
             weights: self.memory.address,
@@ -205,6 +205,21 @@ impl LinearWeights {
         // - lifetime: the memory of the weights waits for the stream before it is freed; the rest is the caller's.
         unsafe { launch::queue(cuda, kernel, grid, THREADS, shared_bytes as u32, &mut arguments) }
     }
+}
+
+/// The instance for so many rows.
+fn instance(num_rows: usize) -> usize {
+    num_rows.div_ceil(8).next_power_of_two().trailing_zeros() as usize
+}
+
+/// The most rows of the instance that runs `num_rows`: part of its kernel's name.
+pub(super) fn instance_rows(num_rows: usize) -> usize {
+    INSTANCES[instance(num_rows)].0
+}
+
+/// Parts of the inputs whose sums are apart.
+pub(super) fn num_slices(num_outputs: usize, num_inputs: usize) -> usize {
+    num_inputs.div_ceil(CHUNK).div_ceil(slice_chunks(num_outputs, num_inputs))
 }
 
 /// Chunks of a slice: as few slices as fill the device. Depends on the layer's sizes alone.
@@ -413,7 +428,7 @@ mod tests {
     use super::*;
 
     fn blocks_and_slices(num_outputs: usize, num_inputs: usize) -> (usize, usize) {
-        let slices = num_inputs.div_ceil(CHUNK).div_ceil(slice_chunks(num_outputs, num_inputs));
+        let slices = num_slices(num_outputs, num_inputs);
         (num_outputs.div_ceil(TILE_OUTPUTS) * slices, slices)
     }
 

@@ -42,6 +42,8 @@ pub use event::Event;
 pub use gather::gather_features;
 pub use graph::Graph;
 pub use head::CudaHead;
+#[doc(hidden)]
+pub use head::cost;
 pub use kv::{KvLayout, KvMover, KvMoverConfig, KvPlane, SlotMove};
 pub use linear::Linear;
 pub use memory::{Buffer, DeviceSlice, DeviceSliceMut};

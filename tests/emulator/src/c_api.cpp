@@ -20,7 +20,7 @@ struct EmulatorConfig {
   int num_devices, mutant;
   int compute_capability[2];
   unsigned max_resident_blocks;
-  bool races, weak, torn;
+  bool races, weak, torn, counts_traffic;
 };
 
 // False, and nothing done, if kernels are in flight.
@@ -33,6 +33,7 @@ EMULATOR_API bool emulator_configure(const EmulatorConfig* c) {
   config.races = c->races;
   config.weak = c->weak;
   config.torn = c->torn;
+  config.counts_traffic = c->counts_traffic;
   config.max_resident_blocks = c->max_resident_blocks;
   config.mutant = c->mutant;
   config.patience_ns = c->patience_ns;
@@ -59,6 +60,15 @@ EMULATOR_API void emulator_report(EmulatorReport* report) {
              fake::driver().memory_handles.size(),
              m.memory.num_reservations(),
              m.races.size()};
+}
+// That of the `i`th kernel that was launched, by name; null at the end.
+EMULATOR_API const char* emulator_traffic(size_t i, Traffic* traffic) {
+  auto held = fake::lock();
+  const auto& all = machine().traffic;
+  if (i >= all.size()) return nullptr;
+  auto kernel = std::next(all.begin(), ptrdiff_t(i));
+  *traffic = kernel->second;
+  return kernel->first.c_str();
 }
 // Valid until the machine is used again.
 EMULATOR_API const char* emulator_error() { return machine().error.c_str(); }

@@ -36,6 +36,7 @@ void complete(const PendingCopy& copy, const void* pc) {
     if (copy.bytes) std::memcpy(copy.to, copy.from, copy.bytes);
   }
   m.stats.copied_bytes += copy.bytes;
+  if (m.config.counts_traffic && copy.bytes) count_traffic(copy.from, copy.bytes, false);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ pub struct Config {
     pub races: bool,
     pub weak: bool,
     pub torn: bool,
+    pub counts_traffic: bool,
 }
 
 /// What the machine has executed.
@@ -45,6 +46,19 @@ pub struct Stats {
     pub num_copied_bytes: u64,
     /// Multiplications of a matrix of 16 rows with one of 8 columns.
     pub num_multiplied_tiles: u64,
+}
+
+/// What a kernel's launches have read and written of device memory, by plain accesses and asynchronous copies, in words
+/// of four bytes. A word counts once for each block that reads it, and once for each that writes it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Launches, also those in graphs.
+    pub num_launches: u64,
+    /// See above.
+    pub read_bytes: u64,
+    /// See above.
+    pub written_bytes: u64,
 }
 
 #[repr(C)]
@@ -88,6 +102,7 @@ interface! {
     report = c"emulator_report": fn(*mut Report);
     error = c"emulator_error": fn() -> *const c_char;
     race = c"emulator_race": fn(usize) -> *const c_char;
+    traffic = c"emulator_traffic": fn(usize, *mut Traffic) -> *const c_char;
     kernel = c"emulator_kernel": fn(usize) -> *const c_char;
     override_grid = c"emulator_override_grid": fn(c_int, u32);
     break_sharing = c"emulator_break_sharing": fn(c_int);
@@ -146,6 +161,7 @@ pub fn library() -> &'static Library {
             races: false,
             weak: false,
             torn: false,
+            counts_traffic: false,
         };
         // SAFETY: the pointer is valid for the call.
         assert!(unsafe { (library.configure)(&config) }, "nothing runs yet");

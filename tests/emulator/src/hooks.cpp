@@ -51,10 +51,12 @@ void emulator::plain_access(const char* p, size_t bytes, bool is_write, const vo
 namespace {
 
 inline void hooked_access(void* address, size_t bytes, bool is_write, const void* pc) {
-  if (!are_accesses_checked) return;
+  if (!are_accesses_seen) return;
   Machine& m = machine();
   if (!m.current || !m.memory.contains(address)) return;
-  plain_access(static_cast<const char*>(address), bytes, is_write, pc);
+  const char* const p = static_cast<const char*>(address);
+  if (m.config.counts_traffic) count_traffic(p, bytes, is_write);
+  if (!m.is_direct) plain_access(p, bytes, is_write, pc);
 }
 
 }  // namespace

@@ -98,7 +98,7 @@ Machine& machine() {
   return *the;
 }
 
-bool are_accesses_checked = false;
+bool are_accesses_seen = false;
 
 std::vector<Kernel>& kernel_registry(bool is_mutated) {
   static std::vector<Kernel>* registries = new std::vector<Kernel>[2];
@@ -255,10 +255,11 @@ void configure(const Config& config) {
   forget_order();
   m.config = config;
   m.is_direct = !config.races && !config.weak;
-  are_accesses_checked = !m.is_direct;
+  are_accesses_seen = !m.is_direct || config.counts_traffic;
   m.random.state = Random{config.seed}.next();  // or neighbouring seeds would give one sequence, shifted
   m.adversary = draw_adversary(config, m.random);
   m.stats = {};
+  m.traffic.clear();
   m.error.clear();
   m.failure = Failure::NONE;
   m.races.clear();

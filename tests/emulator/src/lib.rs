@@ -38,6 +38,7 @@ mod ffi;
 include!("../mutants.rs");
 
 use std::{
+    collections::BTreeMap,
     env,
     ffi::{CStr, CString, c_int, c_void},
     marker::PhantomData,
@@ -70,6 +71,9 @@ pub struct Config {
     pub weak: bool,
     /// Whether a vector access is as many accesses as it has elements. Needs `weak`.
     pub torn: bool,
+    /// Whether [`traffic`] is counted. With `max_resident_blocks` 1: what blocks that run at the same time share would
+    /// be counted whenever they take turns.
+    pub counts_traffic: bool,
     /// How many blocks a device holds at a time; 0 is no limit.
     pub max_resident_blocks: usize,
     /// What the devices say they are.
@@ -96,6 +100,7 @@ impl Config {
             races: false,
             weak: false,
             torn: false,
+            counts_traffic: false,
             max_resident_blocks: 0,
             compute_capability: (12, 0),
             mutant: None,
@@ -127,6 +132,7 @@ pub fn configure(config: &Config) {
         races: config.races,
         weak: config.weak,
         torn: config.torn,
+        counts_traffic: config.counts_traffic,
     };
     // SAFETY: the pointer is valid for the call.
     let is_configured = unsafe { (library().configure)(&raw) };
@@ -139,7 +145,7 @@ pub fn configure(config: &Config) {
 pub use faults::{
     DriverCounts, calls, fail, fail_for_good, failed_call, set_driver_version, set_memory_limit,
 };
-pub use ffi::Stats;
+pub use ffi::{Stats, Traffic};
 
 /// What a run has come to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -199,6 +205,19 @@ pub fn report() -> Report {
             num_reservations: raw.reservations,
         }
     }
+}
+
+/// The traffic of each kernel that was launched since the machine was configured, by name; zeros but for the launches
+/// where [`Config::counts_traffic`] is not set.
+pub fn traffic() -> BTreeMap<String, Traffic> {
+    let mut traffic = Traffic::default();
+    (0..)
+        // SAFETY: the call fills the traffic, and the name is copied before anything else is called; null ends the list.
+        .map_while(|i| unsafe {
+            let name = (library().traffic)(i, &mut traffic);
+            (!name.is_null()).then(|| (CStr::from_ptr(name).to_string_lossy().into_owned(), traffic))
+        })
+        .collect()
 }
 
 /// The names of all kernels.

@@ -139,7 +139,7 @@ struct WarpOp {
 
 struct Block {
   std::shared_ptr<Grid> grid;
-  uint32_t slot = 0;
+  uint32_t slot = 0, number = 0;
   Idx3 index{};
   std::vector<Thread> threads;
   unsigned num_live = 0, num_arrived = 0;
@@ -192,7 +192,7 @@ struct Stream {
 struct Config {
   uint64_t seed = 0;
   int num_devices = 1;
-  bool races = false, weak = false, torn = false;
+  bool races = false, weak = false, torn = false, counts_traffic = false;
   unsigned max_resident_blocks = 0;  // for each device; 0 is no limit
   int mutant = 0;
   int64_t patience_ns = 0;
@@ -207,6 +207,11 @@ struct Adversary {
 struct Stats {
   uint64_t strong_accesses, plain_accesses, switches, commits, stale_loads, barriers, blocks, clock_jumps;
   uint64_t copied_bytes, multiplied_tiles;
+};
+
+// Of a kernel's launches (traffic.cpp).
+struct Traffic {
+  uint64_t launches, read_bytes, written_bytes;
 };
 
 enum class Failure { NONE, ACCESS, DEADLOCK, TRAP };
@@ -251,6 +256,8 @@ struct Machine {
   Adversary adversary;
   Random random;
   Stats stats{};
+  std::map<std::string, Traffic> traffic;  // by kernel
+  uint32_t num_blocks = 0;                 // ever
   bool is_direct = true;  // strong accesses go straight to memory
 
   std::string error;
@@ -290,8 +297,8 @@ struct Machine {
 };
 
 Machine& machine();
-// `!machine().is_direct`, for the hooks of each access.
-extern bool are_accesses_checked;
+// Whether anything is checked or counted, for the hooks of each access.
+extern bool are_accesses_seen;
 std::vector<Kernel>& kernel_registry(bool is_mutated);
 const Kernel* find_kernel(const char* name);
 
@@ -330,6 +337,9 @@ enum class Access { PLAIN_READ, PLAIN_WRITE, STRONG_READ, STRONG_WRITE };
 void check_access(const char* p, size_t bytes, Access access, int scope, const void* pc);
 // A plain access of the current thread to memory that others see, when anything is checked.
 void plain_access(const char* p, size_t bytes, bool is_write, const void* pc);
+
+// A plain access, or an asynchronous copy's, of the current thread, when traffic is counted.
+void count_traffic(const char* p, size_t bytes, bool is_write);
 
 // Where all lanes of a warp meet (collectives.cpp). The last to arrive does `action` with what each has
 // brought.

@@ -146,6 +146,7 @@ bool Memory::unreserve(void* p, size_t bytes) {
   Allocation* a = reservation(p, bytes);
   if (!a || a->is_live) return false;
   a->shadow.reset();
+  a->users.reset();
   free_ids_.push_back(owner_[a->first_page]);
   free_reservations_[bytes].push_back(a->first_page);
   std::fill_n(owner_.begin() + ptrdiff_t(a->first_page), a->num_pages, -1);
@@ -193,6 +194,7 @@ void Memory::recycle(Allocation& a) {
   constexpr size_t LARGE = size_t(1) << 20;
   if (a.bytes > LARGE) madvise(a.base, a.num_pages * PAGE, MADV_DONTNEED);
   a.shadow.reset();
+  a.users.reset();
   a.written.reset();
   free_ids_.push_back(owner_[a.first_page]);
   free_runs_[a.num_pages].push_back(a.first_page);

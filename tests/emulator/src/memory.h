@@ -26,6 +26,11 @@ struct ShadowCell {
   ShadowAccess accesses[4];
 };
 
+// The last blocks to read and to write a word.
+struct WordUsers {
+  uint32_t reader, writer;
+};
+
 struct CallocFree {
   void operator()(void* p) const { std::free(p); }
 };
@@ -39,9 +44,10 @@ struct Allocation {
   // Addresses that memory is mapped at, and by which devices it may then be accessed (a bit for each).
   bool is_reservation = false;
   uint64_t accessible = 0;
-  // Both by calloc, which costs nothing for what is never touched. Null where not tracked.
+  // By calloc, which costs nothing for what is never touched. Null where not tracked.
   std::unique_ptr<ShadowCell[], CallocFree> shadow;
   std::unique_ptr<uint8_t[], CallocFree> written;  // a bit for each byte
+  std::unique_ptr<WordUsers[], CallocFree> users;
 };
 
 class Memory {

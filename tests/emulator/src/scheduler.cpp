@@ -99,6 +99,7 @@ void start_block(const std::shared_ptr<Grid>& grid, uint32_t linear) {
   }
   m.num_resident[device]++;
   m.stats.blocks++;
+  b.number = ++m.num_blocks;
   m.blocks.push_back(std::move(block));
   for (unsigned i = 0; i < num_threads; i++) reset(b.threads[i], b, i, g.stream->clock);
 }
@@ -106,6 +107,7 @@ void start_block(const std::shared_ptr<Grid>& grid, uint32_t linear) {
 void start_grid(Grid& g) {
   Machine& m = machine();
   g.is_started = true;
+  m.traffic[g.kernel->name].launches++;
   g.start_order.resize(g.num_blocks);
   for (unsigned i = 0; i < g.num_blocks; i++) g.start_order[i] = i;
   for (unsigned i = g.num_blocks; i > 1; i--)

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use cuda_emulator::{
-    Buffer, Config, Launch, configure, exclusive, kernels, override_grid, report, seeds, synchronize,
+    Buffer, Config, Launch, Traffic, configure, exclusive, kernels, override_grid, report, seeds,
+    synchronize, traffic,
 };
 
 /// The tests of `kernels/checks.cu`, in its order.
@@ -156,6 +157,19 @@ fn wide_accesses_tear_only_when_told_to() {
     };
     assert!(torn(true) > 0);
     assert_eq!(torn(false), 0);
+}
+
+/// 64 threads of each of three blocks read one word, and write another.
+#[test]
+fn a_word_of_traffic_counts_once_for_each_block() {
+    let _machine = exclusive();
+    let fast = Config { max_resident_blocks: 1, ..Config::fast() };
+    for counts_traffic in [true, false] {
+        run(Test::Read, &Config { counts_traffic, ..fast.clone() }, 3, 64).unwrap();
+        let bytes = if counts_traffic { 3 * 4 } else { 0 };
+        let want = Traffic { num_launches: 1, read_bytes: bytes, written_bytes: bytes };
+        assert_eq!(traffic().into_values().collect::<Vec<_>>(), [want]);
+    }
 }
 
 #[test]
