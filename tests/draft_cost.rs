@@ -113,16 +113,35 @@ impl Counted {
     }
 }
 
-fn check(
-    name: &str,
+/// Some steps of requests that are all alike.
+struct Case {
+    name: &'static str,
     shape: fn() -> HeadShape,
     requests: usize,
-    budget: (usize, usize),
+    width: usize,
+    depth: usize,
     prompt_len: usize,
     temperature: f32,
-) {
-    let (width, depth) = budget;
-    emulator::configure(&fast());
+    mutant: Option<&'static str>,
+}
+
+const CHAIN: Case = Case {
+    name: "a chain",
+    shape: small,
+    requests: 1,
+    width: 1,
+    depth: 3,
+    prompt_len: 20,
+    temperature: 0.0,
+    mutant: None,
+};
+
+/// Returns the most pairs of a step, and the pages that the requests have got.
+fn check(case: Case) -> (usize, usize) {
+    let Case { name, shape, requests, width, depth, prompt_len, temperature, mutant } = case;
+    let fast = emulator::Config { mutant, ..fast() };
+    let counting = emulator::Config { mutant, ..counting() };
+    emulator::configure(&fast);
     let mut engine: Engine<Cuda> = Engine::new(emulated(), shape(), requests, prompt_len + 100);
     let vocab = engine.shape.target.vocab;
     let prompt: Vec<TokenId> = (0..prompt_len).map(|i| TokenId((i * 7 % vocab) as u32)).collect();
@@ -145,7 +164,7 @@ fn check(
         noise: temperature > 0.0,
         embedding_bytes: 4,
     };
-    let mut most_pairs = 0;
+    let (mut most_pairs, mut new_pages) = (0, 0);
     for round in 0..3 {
         // The first again, with the last pair alone; then what verify passes leave, alike in all requests.
         if round > 0 {
@@ -155,12 +174,13 @@ fn check(
         }
         most_pairs = most_pairs.max(step.pairs);
         step.prefix_len = engine.speculator.committed(ids[0]).unwrap().len() - 1;
-        emulator::configure(&counting());
+        emulator::configure(&counting);
         engine.speculator.propose(&ids, &mut batch).unwrap();
         let counted = Counted::now();
-        emulator::configure(&fast());
+        emulator::configure(&fast);
         let pages = counted.traffic.iter().find(|(name, _)| name == "ev_draft_pages");
         step.new_pages = pages.map_or(0, |(_, pages)| pages.written_bytes as usize / 4);
+        new_pages += step.new_pages;
         let cost = draft_cost(&config, &step);
         counted.compare(&cost).unwrap_or_else(|difference| panic!("{name}, round {round}: {difference}"));
         if round == 2 {
@@ -189,15 +209,32 @@ fn check(
         // What is moved is more than must be.
         assert!(cost.moved_bytes() > cost.minimum_bytes && cost.minimum_bytes > 0);
     }
-    assert!(depth == 1 || most_pairs > 1, "{name}: nothing was accepted");
+    assert!(most_pairs > 1, "{name}: nothing was accepted");
+    (requests * most_pairs, new_pages)
 }
 
 #[test]
 fn formulas_equal_what_is_counted() {
     let _machine = emulator::exclusive();
-    check("a chain", small, 1, (1, 3), 20, 0.0);
-    check("two chunks", small, 2, (4, 3), 300, 0.0);
-    check("two passes", small, 8, (10, 2), 31, 0.0);
-    check("noise", large, 2, (3, 4), 70, 0.8);
-    check("slices", sliced, 1, (8, 2), 40, 0.0);
+    check(CHAIN);
+    check(Case { name: "two chunks", requests: 2, width: 4, prompt_len: 300, ..CHAIN });
+    check(Case { name: "two passes", requests: 8, width: 10, depth: 2, prompt_len: 31, ..CHAIN });
+    let pairs = Case { name: "two passes of pairs", requests: 16, depth: 4, prompt_len: 27, ..CHAIN };
+    let (num_pairs, new_pages) = check(pairs);
+    assert!(num_pairs > 64 && new_pages > 0, "{num_pairs} pairs, {new_pages} pages");
+    let noise =
+        Case { name: "noise", shape: large, requests: 2, width: 3, depth: 4, temperature: 0.8, ..CHAIN };
+    check(Case { prompt_len: 70, ..noise });
+    check(Case { name: "slices", shape: sliced, width: 8, depth: 2, prompt_len: 40, ..CHAIN });
+}
+
+/// A kernel that reads what it need not is noticed.
+#[test]
+fn other_traffic_is_noticed() {
+    let _machine = emulator::exclusive();
+    for mutant in ["draft: attention reads past the prefix", "draft: attention sees the next draft row"] {
+        let checked = std::panic::catch_unwind(|| check(Case { mutant: Some(mutant), ..CHAIN }));
+        assert!(checked.is_err(), "`{mutant}` passes");
+    }
+    emulator::configure(&fast());
 }

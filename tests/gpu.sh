@@ -16,7 +16,8 @@ if [ -z "${EAGLE_VERIFY_CUDA_ARCHS:-}" ] && command -v nvidia-smi >/dev/null 2>&
         12.0) export EAGLE_VERIFY_CUDA_ARCHS=120a ;;
     esac
 fi
-cargo build --release --tests --benches
+cargo test --release --test gpu --no-run
+cargo bench --bench gpu --no-run
 SECONDS=0
 
 step "conformance"
