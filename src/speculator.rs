@@ -268,7 +268,8 @@ impl<B: Backend> Speculator<B> {
     /// tokens, `[chunk, feature_width]`.
     ///
     /// How the prompt is cut into chunks changes nothing: the last feature of a chunk waits and pairs with
-    /// the first token of the next.
+    /// the first token of the next. On a GPU the features of a chunk wait in memory of the draft model, which grows to
+    /// the longest chunk; it has at most 65,535 tokens.
     ///
     /// # Errors
     /// *Misuse* when the request is unknown or has begun, the chunk is empty, a token is not in the
