@@ -98,7 +98,7 @@ EV_DEVICE void rank_segments(const EvDraft& a) {
     uint64_t best = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kLaneColumns; i++) {
-      const uint64_t key = key_of(ordered_bits(value[i]), first + 32 * i);
+      const uint64_t key = choice_key(value[i], first + 32 * i);  // -0.0 is 0.0
       best = value[i] > -kInfinity && key > best ? key : best;
     }
     return best;

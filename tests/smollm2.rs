@@ -214,7 +214,7 @@ fn prompt_files_are_lines_or_json_lines() {
 /// The target split over ranks: their texts are equal, and those of chains and trees are plain decoding's.
 #[test]
 fn ranks_that_share_the_target_emit_plain_decodings_text() {
-    let Some((path, _turn)) = model() else { return };
+    let Some((path, _turn)) = model::cached() else { return };
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/assets/smollm2-135m-eagle3");
     for world in [WorldSize::Two, WorldSize::Four] {
         let cpus: Vec<Cpu> = world.ranks().map(|_| Cpu::with_threads(1).unwrap()).collect();
