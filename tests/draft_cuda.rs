@@ -6,8 +6,8 @@ use cuda_emulator as emulator;
 use eagle_verify::backend::cuda::{Cuda, DeviceSlice, Embedding};
 use eagle_verify::sampling::SamplingParams;
 use eagle_verify::{
-    BatchEntry, Coupling, DraftBudget, ErrorKind, NodeId, RequestId, RequestOptions, Result, Speculator,
-    TokenId, VerifyBatch,
+    BatchEntry, Coupling, DraftBudget, ErrorKind, NodeId, RequestId, RequestOptions, Result, TokenId,
+    VerifyBatch,
 };
 
 #[path = "common/backends.rs"]
@@ -205,6 +205,282 @@ fn fail(nth: u64, mut call: impl FnMut() -> Result<()>) -> bool {
         call().unwrap_or_else(|error| panic!("after a failure of {failed:?}: {error}"));
     }
     failed.is_some()
+}
+
+/// Whichever driver call of a step fails, once: done again, the step is what it would have been.
+#[test]
+fn a_failing_call_changes_nothing() {
+    let _machine = exclusive(fast());
+    let mut both = poisoned(small, 3, 600);
+    let log_probs = Some(2);
+    both.admit(40, RequestOptions { log_probs, ..options((4, 4, 40), SamplingParams::default()) });
+    both.admit(7, RequestOptions { max_new_tokens: 400, ..options((3, 3, 20), samplings().remove(6)) });
+    let mut num_long_paths = 0;
+    for nth in 1.. {
+        both.cpu.speculator.propose(&both.ids, &mut both.cpu_batch).unwrap();
+        let (speculator, batch) = (&mut both.cuda.speculator, &mut both.cuda_batch);
+        let mut has_failed = fail(nth, || speculator.propose(&both.ids, batch));
+        assert_same_drafts(&both.cpu_batch, &both.cuda_batch);
+        let verdicts = both.cpu.accept(&both.cpu_batch);
+        let (logits, features) = both.cuda.forward(&both.cuda_batch);
+        let (logits, features) = (both.cuda.device.floats(&logits), both.cuda.device.floats(&features));
+        let (speculator, batch) = (&mut both.cuda.speculator, &both.cuda_batch);
+        let mut seen = Vec::new();
+        has_failed |= fail(nth, || {
+            seen = speculator.accept(batch, Cuda::view(&logits), Cuda::view(&features))?.to_vec();
+            Ok(())
+        });
+        for (a, b) in verdicts.iter().zip(&seen) {
+            assert_eq!((&a.path, &a.emitted), (&b.path, &b.emitted));
+            assert!(a.finished.is_none() && b.finished.is_none(), "call {nth}: {:?}", b.finished);
+            num_long_paths += usize::from(a.path.len() > 2);
+        }
+        both.compare_kv();
+        if !has_failed {
+            assert!(nth > 20 && num_long_paths > 5, "{nth} calls, {num_long_paths} long paths");
+            break;
+        }
+    }
+    // And of a prompt's chunks.
+    let (id, prompt) = (RequestId(9), [5u32, 9, 2, 33, 7, 9, 9, 1].map(TokenId));
+    for nth in 1.. {
+        both.cpu.speculator.admit(id, options((2, 2, 5), SamplingParams::default())).unwrap();
+        both.cuda.speculator.admit(id, options((2, 2, 5), SamplingParams::default())).unwrap();
+        both.cpu.prefill(id, &prompt);
+        let mut has_failed = false;
+        for (start, end) in [(0, 1), (1, 5), (5, 8)] {
+            let features = both.cuda.device.floats(&both.cuda.features(&prompt[..end], start));
+            let speculator = &mut both.cuda.speculator;
+            has_failed |= fail(nth, || speculator.prefill(id, &prompt[start..end], Cuda::view(&features)));
+        }
+        assert_eq!(both.cuda.speculator.committed(id).unwrap(), prompt);
+        both.ids.push(id);
+        both.compare_kv();
+        both.ids.pop();
+        both.cpu.speculator.cancel(id).unwrap();
+        both.cuda.speculator.cancel(id).unwrap();
+        if !has_failed {
+            assert!(nth > 5);
+            break;
+        }
+    }
+}
+
+/// Where memory cannot grow for a larger step, the graphs of smaller ones don't use what has moved.
+#[test]
+fn graphs_after_a_lack_of_memory() {
+    for (nth, is_there) in [(2, true), (6, true), (99, false)] {
+        let _machine = exclusive(emulator::Config { races: true, ..fast() });
+        let mut engine = Engine::new(emulated(), small(), 4, 100);
+        let prompt: Vec<TokenId> = (0..9).map(|j| TokenId(j * 5 % 64)).collect();
+        engine.admit(0, &prompt, options((2, 2, 5), SamplingParams::default()));
+        engine.admit(1, &prompt[..5], options((6, 2, 40), samplings().remove(6)));
+        let (ids, mut batch) = ([RequestId(0), RequestId(1)], VerifyBatch::new());
+        engine.speculator.propose(&ids[..1], &mut batch).unwrap();
+        let tree = batch.entries()[0].tree().clone();
+        emulator::fail(Some("cuMemAlloc_v2"), nth, 2);
+        let outcome = engine.speculator.propose(&ids, &mut batch);
+        let failed = emulator::failed_call();
+        emulator::fail(None, 0, 0);
+        assert_eq!((outcome.is_err(), failed.is_some()), (is_there, is_there));
+        engine.speculator.propose(&ids[..1], &mut batch).unwrap();
+        assert_eq!(batch.entries()[0].tree(), &tree, "allocation {nth}");
+        emulator::synchronize().unwrap();
+    }
+}
+
+/// However budgets change, so many graphs are kept; and one that is made anew is the same.
+#[test]
+fn graphs_are_few() {
+    let _machine = exclusive(fast());
+    let mut engine = Engine::new(emulated(), small(), 1, 100);
+    let (ids, mut batch) = ([RequestId(0)], VerifyBatch::new());
+    engine.admit(0, &[TokenId(3), TokenId(4)], options((1, 1, 2), SamplingParams::default()));
+    let mut trees = Vec::new();
+    for round in 0..2 {
+        for i in 0..70 {
+            let (width, depth) = (1 + i % 14, 1 + i / 14);
+            engine.speculator.set_budget(ids[0], DraftBudget::new(width, depth, 9).unwrap()).unwrap();
+            engine.speculator.propose(&ids, &mut batch).unwrap();
+            trees.push(batch.entries()[0].tree().clone());
+            assert_eq!(trees[i], trees[i + 70 * round]);
+        }
+    }
+    let num_graphs = emulator::report().driver.num_graphs; // and their executables
+    assert!((100..=2 * 64).contains(&num_graphs), "{num_graphs}");
+}
+
+/// What an engine may get wrong with addresses of its own.
+#[test]
+fn addresses_are_checked() {
+    let _machine = exclusive(fast());
+    let cuda = emulated();
+    let table = cuda.upload(&vec![0.0f32; 64 * 64 + 2]).unwrap();
+    // SAFETY: it is not used.
+    let shared = unsafe { Embedding::shared(table.slice().get(2..64 * 64 + 2).unwrap(), 64) };
+    let error = shared.unwrap_err();
+    assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains("multiple of 16"), "{error}");
+
+    let mut engine = Engine::new(cuda.clone(), small(), 1, 100);
+    engine.admit(0, &[TokenId(3)], options((2, 2, 5), SamplingParams::default()));
+    let mut batch = VerifyBatch::new();
+    engine.speculator.propose(&[RequestId(0)], &mut batch).unwrap();
+    let (logits, features) = engine.forward(&batch);
+    let (logits, features) = (cuda.floats(&logits), cuda.floats(&features));
+    for offset in [2, features.address().wrapping_neg()] {
+        let address = features.address().wrapping_add(offset);
+        // SAFETY: refused before it is used.
+        let wrong = unsafe { DeviceSlice::<f32>::from_raw(&cuda, address, features.len()) };
+        let error = engine.speculator.accept(&batch, Cuda::view(&logits), wrong.into()).unwrap_err();
+        assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains("multiple of 4"), "{error}");
+    }
+    engine.speculator.accept(&batch, Cuda::view(&logits), Cuda::view(&features)).unwrap();
+}
+
+/// A grammar knows nothing of a request that is gone.
+#[test]
+fn no_masks_for_who_is_gone() {
+    let _machine = exclusive(fast());
+    let mut engine = Engine::new(emulated(), small(), 2, 100);
+    for id in 0..2 {
+        engine.admit(id, &[TokenId(3), TokenId(4)], options((2, 2, 5), SamplingParams::default()));
+    }
+    let mut batch = VerifyBatch::new();
+    engine.speculator.propose(&[RequestId(0), RequestId(1)], &mut batch).unwrap();
+    let (logits, features) = engine.forward(&batch);
+    let (logits, features) = (engine.device.floats(&logits), engine.device.floats(&features));
+    engine.speculator.cancel(RequestId(0)).unwrap();
+    let mut num_asked = 0;
+    let masks = |entry: &BatchEntry, _: NodeId, _: &mut [u32]| {
+        assert_eq!(entry.request(), RequestId(1));
+        num_asked += 1;
+        false
+    };
+    let (logits, features) = (Cuda::view(&logits), Cuda::view(&features));
+    let verdicts = engine.speculator.accept_masked(&batch, logits, features, masks).unwrap();
+    assert!(verdicts[0].emitted.is_empty() && !verdicts[1].emitted.is_empty());
+    assert!(num_asked > 0);
+}
+
+/// One request of a batch has features that are NaN: no drafts for it, the others as before. Its rows then are the
+/// padding of a graph with fewer requests.
+#[test]
+fn broken_features_and_padding() {
+    let _machine = exclusive(fast());
+    let mut both = poisoned(small, 8, 300);
+    both.cuda.speculator.draft_model().set_least_bucket(8);
+    for i in 0..8 {
+        both.admit(10 + i, options((4, 3, 30), SamplingParams::default()));
+    }
+    both.step();
+    both.cpu.speculator.propose(&both.ids, &mut both.cpu_batch).unwrap();
+    both.cuda.speculator.propose(&both.ids, &mut both.cuda_batch).unwrap();
+    let (logits, mut features) = both.cpu.forward(&both.cpu_batch);
+    let width = 3 * both.cpu.shape.target.hidden;
+    let broken = &both.cpu_batch.entries()[7];
+    features[broken.rows().start * width..broken.rows().end * width].fill(f32::NAN);
+    both.cpu.speculator.accept(&both.cpu_batch, &logits, &features).unwrap();
+    let (logits, features) = (both.cuda.device.floats(&logits), both.cuda.device.floats(&features));
+    both.cuda.speculator.accept(&both.cuda_batch, Cuda::view(&logits), Cuda::view(&features)).unwrap();
+    both.step();
+    assert_eq!(both.cuda_batch.entries()[7].tree().num_drafts(), 0);
+    assert!(both.cuda_batch.entries()[6].tree().num_drafts() > 0);
+    // Under the graph of eight, from eight to one.
+    while !both.ids.is_empty() {
+        both.step();
+        both.ids.pop();
+    }
+}
+
+/// No step reads what an earlier one has left beside keys and values, also in graphs with rows that are not there.
+#[test]
+fn scratch_memory_is_written_first() {
+    let _machine = exclusive(fast());
+    let mut both = poisoned(large, 4, 300);
+    both.cuda.speculator.draft_model().set_least_bucket(4);
+    for (i, sampling) in [0, 4, 6].map(|i| samplings().remove(i)).into_iter().enumerate() {
+        both.admit(200 + 40 * i, options((2 + i, 2 + i, 20), sampling));
+    }
+    for _ in 0..3 {
+        fill_with_nan(both.cuda.speculator.draft_model().scratch_memory());
+        both.step();
+    }
+    assert!(both.num_correct > 3, "{}", both.num_correct);
+    // The control.
+    poison(&mut both.cuda);
+    both.cuda.speculator.propose(&both.ids, &mut both.cuda_batch).unwrap();
+    assert!(both.cuda_batch.entries().iter().all(|entry| entry.tree().num_drafts() == 0));
+}
+
+/// The first branch of a tree is the chain, token for token; a request's bits are the same alone and in a batch.
+#[test]
+fn chains_and_batches_of_one() {
+    let _machine = exclusive(fast());
+    let mut engine = Engine::new(emulated(), small(), 5, 300);
+    let budgets = [(1, 5, 6), (4, 5, 256), (1, 5, 6), (8, 2, 30), (2, 7, 20)];
+    let mut ids = Vec::new();
+    for (i, budget) in budgets.into_iter().enumerate() {
+        // The first two have one prompt.
+        let prompt: Vec<TokenId> =
+            (0..20 + i.max(1)).map(|j| TokenId((j * 7 + i.max(1)) as u32 % 64)).collect();
+        engine.admit(i as u64, &prompt, options(budget, SamplingParams::default()));
+        ids.push(RequestId(i as u64));
+    }
+    let (mut together, mut alone) = (VerifyBatch::new(), VerifyBatch::new());
+    engine.speculator.propose(&ids, &mut together).unwrap();
+    for (id, entry) in ids.iter().zip(together.entries()) {
+        engine.speculator.propose(&[*id], &mut alone).unwrap();
+        assert_eq!(alone.entries()[0].tree(), entry.tree());
+        let bits = |entry: &BatchEntry| entry.confidences().iter().map(|c| c.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&alone.entries()[0]), bits(entry), "alone and in a batch");
+    }
+    let chain = &together.entries()[0].tree().tokens()[1..];
+    let tree = together.entries()[1].tree();
+    let (mut node, mut first_branch) = (NodeId::ROOT, Vec::new());
+    while let Some(child) = tree.children(node).next() {
+        first_branch.push(tree.token(child));
+        node = child;
+    }
+    // A tree extends its best nodes only: its first branch may end early, but not differ.
+    assert!(!first_branch.is_empty() && chain.starts_with(&first_branch), "{chain:?} and {first_branch:?}");
+}
+
+/// After each verify the draft KV has the bits that a fresh prefill of the committed text gives.
+#[test]
+fn the_kv_is_that_of_a_fresh_prefill() {
+    let _machine = exclusive(fast());
+    let num_tokens = if std::env::var_os("EAGLE_VERIFY_LONG_RUNS").is_some() { 200 } else { 60 };
+    let mut engine = Engine::new(emulated(), small(), 3, 300);
+    poison(&mut engine);
+    let prompt: Vec<TokenId> = (0..13).map(|j| TokenId(j * 5 % 64)).collect();
+    engine.admit(0, &prompt, options((4, 3, 16), SamplingParams::default()));
+    // Beside it, one that drafts another tree.
+    engine.admit(1, &prompt[..5], options((2, 5, 9), SamplingParams::default()));
+    let (ids, mut batch) = ([RequestId(0), RequestId(1)], VerifyBatch::new());
+    let mut num_steps = 0;
+    loop {
+        engine.speculator.propose(&ids, &mut batch).unwrap();
+        engine.accept(&batch);
+        num_steps += 1;
+        let text = engine.speculator.committed(ids[0]).unwrap().to_vec();
+        let kv = engine.speculator.draft_kv(ids[0]).unwrap();
+        let id = RequestId(100 + num_steps);
+        engine.speculator.admit(id, options((1, 1, 2), SamplingParams::default())).unwrap();
+        engine.prefill(id, &text);
+        let fresh = engine.speculator.draft_kv(id).unwrap();
+        engine.speculator.cancel(id).unwrap();
+        let bits = |kv: &[f32]| kv.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert!(!kv.is_empty() && kv.len() <= fresh.len());
+        assert_eq!(bits(&kv), bits(&fresh[..kv.len()]), "after {num_steps} steps");
+        if text.len() >= prompt.len() + num_tokens {
+            break;
+        }
+    }
+    let accepted = engine.speculator.stats().num_correct_drafts();
+    assert!(accepted > 10, "{accepted}");
+    engine.speculator.cancel(ids[0]).unwrap();
+    engine.speculator.cancel(ids[1]).unwrap();
+    assert_eq!(engine.speculator.num_draft_pages(), 0);
 }
 
 /// When the device is lost, every call is an error, and the text is still there.
