@@ -1,6 +1,7 @@
 //! What speculation is worth on this machine: SmolLM2-135M-Instruct with a trained EAGLE-3 head, decoded
-//! plainly, with chains and with trees, on the same engine. The engine is in `smollm2/`; start there with
-//! `serve.rs` to see how eagle-verify is embedded.
+//! plainly, with chains and with trees, on the same engine; by one rank or by several that share the target, with the
+//! draft head on the CPU or on a GPU. The engine is in `smollm2/`; start there with `serve.rs` to see how eagle-verify
+//! is embedded.
 
 use std::panic::resume_unwind;
 use std::path::PathBuf;

@@ -202,18 +202,25 @@ impl VocabShard {
             state.complete(call.operation);
             shared.tell_all();
         }
-        let deadline = Instant::now() + self.config.time_limit;
+        self.wait(state)?;
+        words.copy_from_slice(&self.state().seats[rank].words);
+        Ok(())
+    }
+
+    /// Waits for the outcome of this rank's call.
+    fn wait<'a>(&'a self, mut state: MutexGuard<'a, State>) -> Result<()> {
+        let (shared, deadline) = (&*self.shared, Instant::now() + self.config.time_limit);
         let mut may_spin = true;
         loop {
-            if let Some(outcome) = state.seats[rank].outcome.take() {
-                return outcome.map(|()| words.copy_from_slice(&state.seats[rank].words));
+            if let Some(outcome) = state.seats[self.rank.index()].outcome.take() {
+                return outcome;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let missing = (0..).zip(&state.seats).filter(|(_, seat)| seat.call.is_none());
                 let missing: Vec<String> = missing.map(|(rank, _): (u8, _)| format!("rank {rank}")).collect();
                 let wanted = format!("all {} ranks within {:?}", state.seats.len(), self.config.time_limit);
-                let seen = format!("no sign of {} in call {number}", missing.join(", "));
+                let seen = format!("no sign of {} in call {}", missing.join(", "), self.num_calls);
                 state.lose(Error::fault("vocabulary shards", wanted, seen));
                 shared.tell_all();
                 continue;

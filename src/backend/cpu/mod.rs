@@ -79,7 +79,7 @@ impl Cpu {
 
     /// The key of a shard of a row: `logits`, `[columns]`, are those of the tokens `columns` of a vocabulary of
     /// `vocab`. The largest key of all shards, [checked](ChoiceKey::checked), is what [`sample`](Self::sample) gives
-    /// for the row: see [`KeyExchange`](crate::comm::KeyExchange).
+    /// for the row: see [`VocabShard::combine`](crate::comm::VocabShard::combine).
     ///
     /// # Errors
     /// *Misuse* when the columns are not in the vocabulary, the logits are not so many, or the mask is not of the
