@@ -2,7 +2,6 @@
 // A word counts once for each block that reads it, and once for each that writes it: the second time it is in a
 // register or in the multiprocessor's cache. With one resident block at a time, as blocks are told apart by who was
 // there last.
-#include <algorithm>
 #include <cstdlib>
 
 #include "machine.h"
