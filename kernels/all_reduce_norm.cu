@@ -308,9 +308,9 @@ EV_DEVICE void all_reduce_norm(const EvAllReduceNorm& a) {
 
 }  // namespace ev
 
-#define EV_INSTANCES(X)                                                          \
-  X(one_shot, EV_ONE_SHOT, 1) X(one_shot, EV_ONE_SHOT, 2)                        \
-  X(one_shot, EV_ONE_SHOT, 4) X(one_shot, EV_ONE_SHOT, 8)                        \
+#define EV_INSTANCES(X)                                                               \
+  X(one_shot, EV_ONE_SHOT, 1) X(one_shot, EV_ONE_SHOT, 2)                             \
+  X(one_shot, EV_ONE_SHOT, 4) X(one_shot, EV_ONE_SHOT, 8)                             \
   X(two_shot, EV_TWO_SHOT, 2) X(two_shot, EV_TWO_SHOT, 4) X(two_shot, EV_TWO_SHOT, 8) \
   X(hierarchical, EV_HIERARCHICAL, 8)
 
@@ -318,15 +318,15 @@ EV_DEVICE void all_reduce_norm(const EvAllReduceNorm& a) {
 #define EV_MAX_THREADS(world) ((world) == 8 ? 512 : 1024)
 
 #define EV_DEFINE_FOR(name, algorithm, world, suffix, Element)                                     \
-  extern "C" __global__ void __launch_bounds__(EV_MAX_THREADS(world), 1)                                            \
+  extern "C" __global__ void __launch_bounds__(EV_MAX_THREADS(world), 1)                           \
       ev_all_reduce_norm_##name##_##suffix##_w##world(const __grid_constant__ EvAllReduceNorm a) { \
     ev::wait_for_predecessors();                                                                   \
     ev::all_reduce_norm<ev::Element, world, algorithm>(a);                                         \
   }                                                                                                \
   EV_KERNEL(ev_all_reduce_norm_##name##_##suffix##_w##world)
 
-#define EV_DEFINE(name, algorithm, world)                  \
-  EV_DEFINE_FOR(name, algorithm, world, bf16, Bf16)        \
+#define EV_DEFINE(name, algorithm, world)           \
+  EV_DEFINE_FOR(name, algorithm, world, bf16, Bf16) \
   EV_DEFINE_FOR(name, algorithm, world, f16, F16)
 
 EV_INSTANCES(EV_DEFINE)

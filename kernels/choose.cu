@@ -97,7 +97,8 @@ struct ChooseBlock : RowFilter<LogitSource<Logit>> {
 
   /// Works out the score of a candidate, unless by now another is sure to be larger.
   EV_DEVICE void take(uint32_t token, bool is_stored, float sure) {
-    const float z = is_stored ? stored(token / 8)[token % 8] : scaled(Logit::one(source.row_logits()[token - a.first_token]));
+    const auto own_logit = [&] { return Logit::one(source.row_logits()[token - a.first_token]); };
+    const float z = is_stored ? stored(token / 8)[token % 8] : scaled(own_logit());
     const uint32_t bits = uniform_bits_of(row.seed, row.position, token, kNoise);
     if (z + noise_bound(bits) < sure) return;
     best = larger(best, choice_key(z + gumbel(row.seed, row.position, token, bits), token));

@@ -93,7 +93,8 @@ EV_DEVICE void turn(const EvDraft& a) {
     const float x = sum_slices_at(a, r, first), y = sum_slices_at(a, r, first + half);
     if (head >= query_heads + a.kv_heads) {
       if (!has_place) continue;
-      float* const value = reinterpret_cast<float*>(a.values) + kv_row + (head - query_heads - a.kv_heads) * a.head_dim + d;
+      const uint32_t kv_head = head - query_heads - a.kv_heads;
+      float* const value = reinterpret_cast<float*>(a.values) + kv_row + kv_head * a.head_dim + d;
       value[0] = x;
       value[half] = y;
       continue;
@@ -143,14 +144,14 @@ EV_DEVICE void activate(const EvDraft& a) {
 
 }  // namespace ev
 
-#define EV_DEFINE_DRAFT(name, threads, ...)                                                               \
+#define EV_DEFINE_DRAFT(name, threads, ...)                                                                  \
   extern "C" __global__ void __launch_bounds__(threads) ev_draft_##name(const __grid_constant__ EvDraft a) { \
-  ev::wait_for_predecessors(); \
-    __VA_ARGS__(a);                                                                                       \
-  }                                                                                                       \
+    ev::wait_for_predecessors();                                                                             \
+    __VA_ARGS__(a);                                                                                          \
+  }                                                                                                          \
   EV_KERNEL(ev_draft_##name)
 
-#define EV_DEFINE_DRAFT_HALVES(suffix, Half)                                        \
+#define EV_DEFINE_DRAFT_HALVES(suffix, Half)                                          \
   EV_DEFINE_DRAFT(embed_pairs_##suffix, ev::kNormThreads, ev::embed<ev::Half, true>)  \
   EV_DEFINE_DRAFT(embed_##suffix, ev::kNormThreads, ev::embed<ev::Half, false>)       \
   EV_DEFINE_DRAFT(add_norm_##suffix, ev::kNormThreads, ev::add_norm<ev::Half, false>) \

@@ -105,7 +105,7 @@ struct Attend {
 #pragma unroll 1
     for (; seen != 0; seen &= seen - 1) {
       const uint32_t key = __ffs(seen) - 1;
-      const float of_key = __shfl_sync(0xFFFFFFFFu, weight, key);
+      const float of_key = __shfl_sync(kAllLanes, weight, key);
       const float* const value = reinterpret_cast<const float*>(values[key]);
 #pragma unroll
       for (uint32_t i = 0; i < kDims; i++) {
@@ -193,7 +193,7 @@ EV_DEVICE void combine(const EvDraft& a) {
   const auto place = [&](uint32_t chunk) { return (size_t(chunk) * EV_PASS_ROWS + r) * a.heads + i * 8 / a.head_dim; };
   const auto sums = [&](uint32_t chunk) { return reinterpret_cast<const float2*>(a.attended_sums)[place(chunk)]; };
   // In order of position: the prefix, then the draft rows, chunk 0.
-  const auto chunk_at = [&](uint32_t place) { return place < num_chunks ? place + 1 : 0; };
+  const auto chunk_at = [&](uint32_t at) { return at < num_chunks ? at + 1 : 0; };
   float largest = sums(0).x;
 #pragma unroll 1
   for (uint32_t chunk = 1; chunk <= num_chunks; chunk++) largest = fmaxf(largest, sums(chunk).x);
@@ -217,19 +217,19 @@ EV_DEVICE void combine(const EvDraft& a) {
 
 }  // namespace ev
 
-#define EV_DEFINE_ATTEND(dim)                                                                            \
-  extern "C" __global__ void __launch_bounds__(32 * ev::kAttendWarps) ev_draft_attend_##dim(               \
-      const __grid_constant__ EvDraft a) {                                                               \
-  ev::wait_for_predecessors(); \
-    ev::attend<dim>(a);                                                                                  \
-  }                                                                                                      \
+#define EV_DEFINE_ATTEND(dim)                                         \
+  extern "C" __global__ void __launch_bounds__(32 * ev::kAttendWarps) \
+      ev_draft_attend_##dim(const __grid_constant__ EvDraft a) {      \
+    ev::wait_for_predecessors();                                      \
+    ev::attend<dim>(a);                                               \
+  }                                                                   \
   EV_KERNEL(ev_draft_attend_##dim)
 
-#define EV_DEFINE_COMBINE(suffix, Half)                                                                               \
+#define EV_DEFINE_COMBINE(suffix, Half)                                                                            \
   extern "C" __global__ void __launch_bounds__(256) ev_draft_combine_##suffix(const __grid_constant__ EvDraft a) { \
-  ev::wait_for_predecessors(); \
-    ev::combine<ev::Half>(a);                                                                                         \
-  }                                                                                                                   \
+    ev::wait_for_predecessors();                                                                                   \
+    ev::combine<ev::Half>(a);                                                                                      \
+  }                                                                                                                \
   EV_KERNEL(ev_draft_combine_##suffix)
 
 EV_DEFINE_ATTEND(32)

@@ -53,7 +53,8 @@ struct DraftSource {
 
 /// Lists the drafts on the way to a row's node, each once, with its number in them and in the output. Returns how
 /// many. A barrier.
-EV_DEVICE uint32_t list_path(const DraftSource& source, const EvDraftRow& row, const EvChooseRow& filter, uint32_t& length) {
+EV_DEVICE uint32_t list_path(const DraftSource& source, const EvDraftRow& row, const EvChooseRow& filter,
+                             uint32_t& length) {
   const EvDraft& a = source.a;
   EvTokenCount* const path = source.path();
   if (threadIdx.x == 0) {
@@ -101,7 +102,8 @@ EV_DEVICE void filter(const EvDraft& a) {
 
 }  // namespace ev
 
-extern "C" __global__ void __launch_bounds__(ev::kMaxChooseThreads, 2) ev_draft_filter(const __grid_constant__ EvDraft a) {
+extern "C" __global__ void __launch_bounds__(ev::kMaxChooseThreads, 2)
+    ev_draft_filter(const __grid_constant__ EvDraft a) {
   ev::wait_for_predecessors();
   ev::filter(a);
 }

@@ -8,7 +8,6 @@ namespace ev {
 
 constexpr uint32_t kSelectThreads = 256;
 constexpr uint32_t kLaneColumns = EV_SEGMENT_COLUMNS / 32;
-constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 EV_DEVICE bool has_noise(const EvDraftRequest& request) {
   return request.temperature > 0.0f && request.noise_scale > 0.0f;
@@ -228,7 +227,8 @@ struct Advance {
         made.request = parent.request;
         made.token = target_token(a, child.y);
         made.position = request.prefix_len + a.level - 1;
-        const uint32_t* const pages = reinterpret_cast<const uint32_t*>(a.page_tables) + size_t(request.slot) * a.max_pages;
+        const uint32_t* const page_tables = reinterpret_cast<const uint32_t*>(a.page_tables);
+        const uint32_t* const pages = page_tables + size_t(request.slot) * a.max_pages;
         made.kv_slot = pages[kv_row / a.page_size] * a.page_size + kv_row % a.page_size;
         made.source = blockIdx.x * a.row_width + rank;
         made.keep = EV_NONE;
@@ -269,7 +269,7 @@ EV_DEVICE void start_pools(const EvDraft& a) {
 
 #define EV_DEFINE_SELECT(name, threads, function)                                                            \
   extern "C" __global__ void __launch_bounds__(threads) ev_draft_##name(const __grid_constant__ EvDraft a) { \
-  ev::wait_for_predecessors(); \
+    ev::wait_for_predecessors();                                                                             \
     function(a);                                                                                             \
   }                                                                                                          \
   EV_KERNEL(ev_draft_##name)

@@ -13,7 +13,6 @@ namespace ev {
 constexpr uint32_t kMaxChooseThreads = 512;
 constexpr uint32_t kMaxListed = 2048;
 constexpr uint32_t kDigits = 1 << 11;
-constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 struct ChooseShared {
   // Weights by digit of z, 2^32 * high + low: there is no addition of 64 bits in shared memory.

@@ -97,7 +97,7 @@ EV_KERNEL(ev_kv_commit)
 #define EV_DEFINE_GATHER(feature, element, Feature, Element)                                 \
   extern "C" __global__ void __launch_bounds__(ev::kRowThreads)                              \
       ev_gather_features_##feature##_##element(const __grid_constant__ EvGatherFeatures a) { \
-  ev::wait_for_predecessors(); \
+    ev::wait_for_predecessors();                                                             \
     ev::gather<ev::Feature, ev::Element>(a);                                                 \
   }                                                                                          \
   EV_KERNEL(ev_gather_features_##feature##_##element)

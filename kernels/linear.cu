@@ -181,12 +181,12 @@ EV_DEVICE void split_all(const EvSplit& a) {
 
 }  // namespace ev
 
-#define EV_DEFINE_LINEAR(suffix, Element, row_tiles)                \
+#define EV_DEFINE_LINEAR(suffix, Element, row_tiles)                  \
   extern "C" __global__ void __launch_bounds__(ev::kLinearThreads, 2) \
-      ev_linear_##suffix(const __grid_constant__ EvLinear a) {      \
-    ev::wait_for_predecessors();                                    \
-    ev::linear<Element, row_tiles>(a);                              \
-  }                                                                 \
+      ev_linear_##suffix(const __grid_constant__ EvLinear a) {        \
+    ev::wait_for_predecessors();                                      \
+    ev::linear<Element, row_tiles>(a);                                \
+  }                                                                   \
   EV_KERNEL(ev_linear_##suffix)
 
 EV_DEFINE_LINEAR(bf16_r8, ev::Bf16, 1)
@@ -198,11 +198,11 @@ EV_DEFINE_LINEAR(f16_r16, ev::F16, 2)
 EV_DEFINE_LINEAR(f16_r32, ev::F16, 4)
 EV_DEFINE_LINEAR(f16_r64, ev::F16, 8)
 
-#define EV_DEFINE_SPLIT(suffix, Element)                                                        \
-  extern "C" __global__ void ev_split_##suffix(const __grid_constant__ EvSplit a) {             \
-    ev::wait_for_predecessors();                                                                \
-    ev::split_all<Element>(a);                                                                  \
-  }                                                                                             \
+#define EV_DEFINE_SPLIT(suffix, Element)                                            \
+  extern "C" __global__ void ev_split_##suffix(const __grid_constant__ EvSplit a) { \
+    ev::wait_for_predecessors();                                                    \
+    ev::split_all<Element>(a);                                                      \
+  }                                                                                 \
   EV_KERNEL(ev_split_##suffix)
 
 EV_DEFINE_SPLIT(bf16, ev::Bf16)

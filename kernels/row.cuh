@@ -133,16 +133,18 @@ EV_DEVICE SplitPack split(const Floats& x) {
   return packs;
 }
 
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+
 /// The sum of 32 lanes, halves onto halves; every lane gets the same bits.
 EV_DEVICE float warp_sum(float v) {
 #pragma unroll
-  for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, distance);
+  for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(kAllLanes, v, distance);
   return v;
 }
 
 EV_DEVICE float warp_max(float v) {
 #pragma unroll
-  for (int distance = 16; distance; distance /= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, distance));
+  for (int distance = 16; distance; distance /= 2) v = fmaxf(v, __shfl_xor_sync(kAllLanes, v, distance));
   return v;
 }
 
@@ -188,7 +190,7 @@ struct Lanes {
     float sum = sums[g][0];
     for (uint32_t run = 1; run * 32 < group_packs; run++) sum += sums[g][run];
 #pragma unroll
-    for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+    for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
     return sum;
   }
 };
