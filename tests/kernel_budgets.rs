@@ -320,9 +320,12 @@ fn at_ceilings(budget: &Budget, name: &str) -> Kernel {
     }
 }
 
+type Change = fn(&mut Kernel);
+type AccessesOf = fn(&mut Kernel) -> &mut Accesses;
+
 #[test]
 fn every_ceiling_of_every_kernel_is_kept() {
-    let too_much: [(&str, fn(&mut Kernel)); 12] = [
+    let too_much: [(&str, Change); 12] = [
         ("bytes of stack", |kernel| kernel.stack += 8),
         ("local memory", |kernel| kernel.local += 8),
         ("spills", |kernel| kernel.spills += 1),
@@ -336,10 +339,6 @@ fn every_ceiling_of_every_kernel_is_kept() {
         ("narrow stores", |kernel| *kernel.stores.by_bits.entry(8).or_default() += 1),
         ("predecessors", |kernel| kernel.waits_first = false),
     ];
-    let too_little: [(&str, fn(&Budget) -> Wanted, fn(&mut Kernel) -> &mut Accesses); 2] = [
-        ("loads", |budget| budget.loads, |kernel| &mut kernel.loads),
-        ("stores", |budget| budget.stores, |kernel| &mut kernel.stores),
-    ];
     for budget in BUDGETS {
         for name in budget.kernels() {
             let kernel = || at_ceilings(budget, &name);
@@ -349,13 +348,17 @@ fn every_ceiling_of_every_kernel_is_kept() {
                 change(&mut kernel);
                 assert_flagged(&kernel, wanted);
             }
-            for (what, of, accesses) in too_little {
-                if let Wanted::StrongWide(_) = of(budget) {
+            let too_few: [(&str, Wanted, AccessesOf); 2] = [
+                ("loads", budget.loads, |kernel| &mut kernel.loads),
+                ("stores", budget.stores, |kernel| &mut kernel.stores),
+            ];
+            for (what, wanted, accesses) in too_few {
+                if let Wanted::StrongWide(_) = wanted {
                     let mut kernel = kernel();
                     accesses(&mut kernel).wide_strong_sys = 0;
                     assert_flagged(&kernel, &format!("no 128-bit {what} that are strong"));
                 }
-                if let Wanted::Wide(_) = of(budget) {
+                if let Wanted::Wide(_) = wanted {
                     let mut kernel = kernel();
                     accesses(&mut kernel).by_bits.remove(&128);
                     assert_flagged(&kernel, &format!("no 128-bit {what}"));
