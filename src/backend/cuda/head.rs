@@ -4,16 +4,16 @@
 mod abi;
 pub mod cost;
 mod layer;
+mod waiting;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::ops::Range;
 
 use super::choose::{ChooseRow, ChooserConfig, Packer, RowChooser};
-use super::context::{Cuda, Kernel};
+use super::context::Cuda;
 use super::gather::{GatherFeatures, queue_gather};
 use super::graph::Graph;
 use super::linear::Halves;
-use super::memory::Memory;
 use super::staging::{Staging, Upload};
 use super::view::{Embedding, Format, View};
 use crate::backend::{Backend, DraftLimits, DraftState, MasksBySlot};
@@ -24,6 +24,7 @@ use crate::sampling::{ChoiceKey, Sampler, SamplingContext, TokenLogProb};
 use crate::tree::{DraftTree, TokenId};
 use abi::{NONE, PASS_ROWS};
 use layer::{Layer, Levels, PAGE_SIZE, StepPlaces, num_chunks};
+use waiting::Waiting;
 
 /// Graphs that are kept at most: those used last. Each holds memory of the host and of the device.
 const MAX_GRAPHS: usize = 64;
@@ -57,22 +58,6 @@ struct LevelsGraph {
     graph: Graph,
     /// The launch of any graph that was its last.
     last_launch: u64,
-}
-
-/// Target features that wait, on the device, by slot.
-#[derive(Debug)]
-struct Waiting {
-    /// `[capacity, feature_width]` each.
-    high: Memory,
-    low: Memory,
-    capacity: usize,
-    free: Vec<u32>,
-    of_slot: Vec<VecDeque<u32>>,
-    /// Pairs of a row of the engine's and a row here.
-    list: Vec<[u32; 2]>,
-    list_up: Upload<[u32; 2]>,
-    /// By the format of features.
-    gather: [Kernel; 3],
 }
 
 /// What goes up in a step.
@@ -535,55 +520,6 @@ fn fill_pool(pool: &[u32], vocab: usize, state: &mut DraftState) -> Result<()> {
     let parts = candidates.iter().map(|c| (TokenId(c.token), c.parent as usize, c.score));
     state.pool.refill(parts);
     Ok(())
-}
-
-impl Waiting {
-    fn new(cuda: &Cuda, half: Format, config: &Eagle3Config, max_requests: usize) -> Result<Self> {
-        let kernel =
-            |format: Format| cuda.kernel(&format!("ev_gather_features_{}_{}", format.name(), half.name()));
-        let mut waiting = Self {
-            high: Memory::new(cuda, 0, 0)?,
-            low: Memory::new(cuda, 0, 0)?,
-            capacity: 0,
-            free: Vec::new(),
-            of_slot: vec![VecDeque::new(); max_requests],
-            list: Vec::new(),
-            list_up: Upload::new(cuda, 256)?,
-            gather: [kernel(Format::Bf16)?, kernel(Format::F16)?, kernel(Format::F32)?],
-        };
-        // A chunk of a prompt, and what a few accepted drafts of each request leave.
-        waiting.grow(config, PASS_ROWS + 8 * max_requests)?;
-        Ok(waiting)
-    }
-
-    /// A free row.
-    fn place(&mut self, config: &Eagle3Config) -> Result<u32> {
-        if self.free.is_empty() {
-            self.grow(config, 2 * self.capacity)?;
-        }
-        self.free.pop().ok_or_else(|| Error::fault("rows for features", "one that is free", 0))
-    }
-
-    fn grow(&mut self, config: &Eagle3Config, capacity: usize) -> Result<()> {
-        let row_bytes = config.feature_width() * 2;
-        let (high, low) = (self.high.grown(capacity * row_bytes)?, self.low.grown(capacity * row_bytes)?);
-        (self.high, self.low) = (high, low);
-        self.free.extend((self.capacity as u32..capacity as u32).rev());
-        self.capacity = capacity;
-        Ok(())
-    }
-
-    /// Undoes the list, the last place first: so each is the last that waits in its slot.
-    fn take_back(&mut self) {
-        for [_, place] in self.list.drain(..).rev() {
-            for of_slot in &mut self.of_slot {
-                if of_slot.back() == Some(&place) {
-                    of_slot.pop_back();
-                }
-            }
-            self.free.push(place);
-        }
-    }
 }
 
 impl Step {
