@@ -63,7 +63,7 @@ const ALTERNATING: Crossovers = Crossovers { one_shot_max_bytes: 128, hierarchic
 const TWO_KINDS: Crossovers = Crossovers { one_shot_max_bytes: 128, hierarchical_min_bytes: usize::MAX };
 const RESERVED: &[u32] = &[0xFFFF_FFFF, 0xFFFF_FFFE, 0x8000_8000, 0x0001_8001];
 
-/// A handful of threads each: run by the thousand.
+/// A handful of threads each: run by the hundred.
 fn small() -> Vec<Scenario> {
     let two_shot = Crossovers::always(Algorithm::TwoShot);
     vec![
@@ -245,14 +245,14 @@ fn attack(scenarios: Vec<Scenario>, num_seeds: u64) {
 }
 
 #[test]
-fn small_groups_by_the_thousand() {
-    attack(small(), 1000);
+fn small_groups_by_the_hundred() {
+    attack(small(), 500);
 }
 
 #[test]
-fn large_groups_by_the_hundred() {
-    attack(large(), 100);
-    attack(tall(), 100);
+fn large_groups_by_the_dozen() {
+    attack(large(), 50);
+    attack(tall(), 50);
 }
 
 /// The first seed that catches a mutant, and how.
