@@ -85,42 +85,60 @@ EV_DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(NumGroups) : "memory");
 }
 
-/// Tiles of 16 x 16 elements of two bytes, as `multiply_add` takes them, for a whole warp: four matrices of 8 rows of
-/// 16 bytes in shared memory, to which lanes 0-7, 8-15, 16-23 and 24-31 point, each time `stride` further.
+/// Where tiles of 16 x 16 elements of two bytes lie in shared memory, for a whole warp: four matrices of 8 rows of 16
+/// bytes each, to whose rows lanes 0-7, 8-15, 16-23 and 24-31 point, and the next tile `stride` packs further.
+struct Tiles {
+  const uint4* row;
+  uint32_t stride;
+};
+
 template <uint32_t Count>
-EV_DEVICE void load_matrices(uint32_t (&to)[Count][4], const uint4* row, uint32_t stride) {
-  const uint32_t place = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+EV_DEVICE void load_tiles(uint32_t (&to)[Count][4], Tiles tiles) {
+  const uint32_t place = static_cast<uint32_t>(__cvta_generic_to_shared(tiles.row));
 #pragma unroll
   for (uint32_t i = 0; i < Count; i++) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[i][0]), "=r"(to[i][1]), "=r"(to[i][2]), "=r"(to[i][3])
-                 : "r"(place + i * stride * 16)
+                 : "r"(place + i * tiles.stride * 16)
                  : "memory");
   }
 }
 
-/// sums += a b for a whole warp: tiles of 16 x 16 bf16 times 16 x 8, in float; the products are exact. A sum's bits
-/// depend on its row of `a` and its column of `b` alone.
-template <uint32_t Count>
-EV_DEVICE void multiply_add_bf16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], uint32_t b0, uint32_t b1) {
+/// Loads both operands of multiplications for a whole warp, as `multiply_add` takes them.
+template <uint32_t CountA, uint32_t CountB>
+EV_DEVICE void load_operands(uint32_t (&a)[CountA][4], Tiles a_tiles, uint32_t (&b)[CountB][4], Tiles b_tiles) {
+  load_tiles(a, a_tiles);
+  load_tiles(b, b_tiles);
+}
+
+/// sums += a b for a whole warp: tiles of 16 x 16 bf16 times 16 x 8, in float; products are exact. Then the same with
+/// the next `b`, of which there are `Planes`. A sum's bits depend on its row of `a` and its columns of `b` alone.
+template <uint32_t Planes, uint32_t Count>
+EV_DEVICE void multiply_add_bf16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
 #pragma unroll
-  for (uint32_t i = 0; i < Count; i++) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
-        : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b0), "r"(b1));
+  for (uint32_t plane = 0; plane < Planes; plane++) {
+#pragma unroll
+    for (uint32_t i = 0; i < Count; i++) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
+          : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[2 * plane]), "r"(b[2 * plane + 1]));
+    }
   }
 }
 
 /// As `multiply_add_bf16`, of f16.
-template <uint32_t Count>
-EV_DEVICE void multiply_add_f16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], uint32_t b0, uint32_t b1) {
+template <uint32_t Planes, uint32_t Count>
+EV_DEVICE void multiply_add_f16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
 #pragma unroll
-  for (uint32_t i = 0; i < Count; i++) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
-        : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b0), "r"(b1));
+  for (uint32_t plane = 0; plane < Planes; plane++) {
+#pragma unroll
+    for (uint32_t i = 0; i < Count; i++) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
+          : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[2 * plane]), "r"(b[2 * plane + 1]));
+    }
   }
 }
 
@@ -197,18 +215,24 @@ EV_DEVICE void copy_async(uint4* to, const uint4* from, bool exists) {
 }
 EV_DEVICE void commit_copies() { emu::emu_commit_copies(); }
 template <uint32_t NumGroups> void wait_copies() { emu::emu_wait_copies(NumGroups); }
-template <uint32_t Count> void load_matrices(uint32_t (&to)[Count][4], const uint4* row, uint32_t stride) {
-  emu::emu_load_matrices(to[0], row, Count, stride * sizeof(uint4));
+
+struct Tiles {
+  const uint4* row;
+  uint32_t stride;
+};
+template <uint32_t CountA, uint32_t CountB>
+void load_operands(uint32_t (&a)[CountA][4], Tiles a_tiles, uint32_t (&b)[CountB][4], Tiles b_tiles) {
+  const emu::MatrixLoad loads[2] = {{a[0], a_tiles.row, CountA, a_tiles.stride * sizeof(uint4)},
+                                    {b[0], b_tiles.row, CountB, b_tiles.stride * sizeof(uint4)}};
+  emu::emu_load_matrices(loads, 2);
 }
-template <uint32_t Count>
-void multiply_add_bf16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], uint32_t b0, uint32_t b1) {
-  const uint32_t b[2] = {b0, b1};
-  emu::emu_multiply_add(sums[0], a[0], b, Count, emu::BF16);
+template <uint32_t Planes, uint32_t Count>
+void multiply_add_bf16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+  emu::emu_multiply_add({sums[0], a[0], b, Count, Planes, emu::BF16});
 }
-template <uint32_t Count>
-void multiply_add_f16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], uint32_t b0, uint32_t b1) {
-  const uint32_t b[2] = {b0, b1};
-  emu::emu_multiply_add(sums[0], a[0], b, Count, emu::F16);
+template <uint32_t Planes, uint32_t Count>
+void multiply_add_f16(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+  emu::emu_multiply_add({sums[0], a[0], b, Count, Planes, emu::F16});
 }
 
 EV_DEVICE void raise_gpu(uint64_t* word, uint64_t to) { atomicMax(word, to); }

@@ -44,7 +44,7 @@ struct LinearBlock {
   EV_DEVICE LinearBlock(const EvLinear& arguments, Pack* memory) : a(arguments), stages(memory) {
 #pragma unroll
     for (uint32_t i = 0; i < 2 * kRows / kCopyRows; i++) {
-      const uint32_t place = row + i * kCopyRows, x_row = place % kRows;  // all of high, then all of low
+      const uint32_t place = row + i * kCopyRows, x_row = place % kRows;
       const uint64_t plane = place < kRows ? a.high : a.low;
       const bool exists = plane != 0 && x_row < a.rows;
       inputs[i] = reinterpret_cast<const Pack*>(plane) + (exists ? plane_row(x_row) * row_packs : 0);
@@ -83,14 +83,17 @@ struct LinearBlock {
   EV_DEVICE void multiply(uint32_t chunk) {
     const Pack* const stage = stages + chunk % kStages * kStagePacks;
     uint32_t weights[kTiles][4], x[RowTiles][4];
-    load_matrices(weights, &stage[place(lane % 16, 2 * warp + lane / 16)], 16 * kChunkPacks);
-    const uint32_t x_row = kTileOutputs + lane / 16 * kRows + lane % 8;
-    load_matrices(x, &stage[place(x_row, 2 * warp + lane / 8 % 2)], 8 * kChunkPacks);
+    const uint32_t x_row = kTileOutputs + lane / 16 * kRows + lane % 8;  // all of high, then all of low
+    load_operands(weights, {&stage[place(lane % 16, 2 * warp + lane / 16)], 16 * kChunkPacks}, x,
+                  {&stage[place(x_row, 2 * warp + lane / 8 % 2)], 8 * kChunkPacks});
 #pragma unroll
     for (uint32_t i = 0; i < RowTiles; i++) {
       if (8 * i >= a.rows) break;
-      Element::multiply_add(sums[i], weights, x[i][0], x[i][1]);
-      if (a.low != 0) Element::multiply_add(sums[i], weights, x[i][2], x[i][3]);
+      if (a.low != 0) {
+        Element::template multiply_add<2>(sums[i], weights, x[i]);
+      } else {
+        Element::template multiply_add<1>(sums[i], weights, x[i]);
+      }
     }
   }
 

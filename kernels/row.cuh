@@ -14,9 +14,9 @@ struct Bf16 {
   }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_bf16x2(low, high); }
   static constexpr float kMax = 3.38953138925153547590e38f;
-  template <uint32_t Count>
-  static EV_DEVICE void multiply_add(float (&sums)[Count][4], const uint32_t (&a)[Count][4], uint32_t b0, uint32_t b1) {
-    multiply_add_bf16(sums, a, b0, b1);
+  template <uint32_t Planes, uint32_t Count>
+  static EV_DEVICE void multiply_add(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+    multiply_add_bf16<Planes>(sums, a, b);
   }
 };
 
@@ -24,9 +24,9 @@ struct F16 {
   static EV_DEVICE float2 unpack(uint32_t v) { return f16x2_to_floats(v); }
   static EV_DEVICE uint32_t pack(float low, float high) { return floats_to_f16x2(low, high); }
   static constexpr float kMax = 65504.0f;
-  template <uint32_t Count>
-  static EV_DEVICE void multiply_add(float (&sums)[Count][4], const uint32_t (&a)[Count][4], uint32_t b0, uint32_t b1) {
-    multiply_add_f16(sums, a, b0, b1);
+  template <uint32_t Planes, uint32_t Count>
+  static EV_DEVICE void multiply_add(float (&sums)[Count][4], const uint32_t (&a)[Count][4], const uint32_t (&b)[4]) {
+    multiply_add_f16<Planes>(sums, a, b);
   }
 };
 

@@ -23,6 +23,7 @@ mod build_script;
 
 const COLLECTIVE: &str = "ev_all_reduce_norm_";
 const CHOOSE: &str = "ev_choose_";
+const LINEAR: &str = "ev_linear_";
 const ARCH: &str = "sm_120a";
 /// In every block, for the system; cuobjdump counts it as the kernel's.
 const RESERVED_SHARED: u32 = 1024;
@@ -62,6 +63,19 @@ const CHOOSE_SHARED: u32 = 27_000;
 const CHOOSE_INSTRUCTIONS: u32 = 4600;
 /// One raises a row's key; the others are in shared memory, which is not counted here.
 const CHOOSE_ATOMICS: u32 = 1;
+
+/// Ceilings of `linear.cu` for its instances of up to so many rows, of both types: registers, instructions, narrow
+/// loads (the list of rows) and narrow stores (of sums, where the number of outputs is no multiple of 4).
+/// Two blocks of 128 threads fit on a multiprocessor.
+const LINEAR_BUDGETS: [(&str, [u32; 4]); 4] = [
+    ("r8", [80, 460, 1, 4]),
+    ("r16", [104, 590, 2, 8]),
+    ("r32", [152, 810, 4, 16]),
+    ("r64", [248, 1300, 8, 32]),
+];
+/// The small kernels before and after it.
+const SPLIT_INSTRUCTIONS: u32 = 125;
+const ADD_SLICES_INSTRUCTIONS: u32 = 230;
 
 impl Budget {
     const fn new(
@@ -125,6 +139,10 @@ struct Kernel {
     spills: u32,
     loads: Accesses,
     stores: Accesses,
+    /// From global to shared memory.
+    async_copies: Accesses,
+    matrix_loads: u32,
+    multiplications: u32,
     sys_fences: u32,
     gpu_fences: u32,
     atomics: u32,
@@ -162,6 +180,9 @@ impl Kernel {
             // LD and ST are generic: the compiler lost the address space. Global is the worst case.
             "LDG" | "LD" => self.loads.add(op),
             "STG" | "ST" => self.stores.add(op),
+            "LDGSTS" => self.async_copies.add(op),
+            "LDSM" => self.matrix_loads += 1,
+            "HMMA" => self.multiplications += 1,
             "ATOM" | "ATOMG" | "RED" | "REDG" => {
                 self.atomics += 1;
                 self.sys_atomics += u32::from(op.ends_with(".SYS"));
@@ -213,6 +234,22 @@ impl Kernel {
             }
             return found;
         }
+        if self.name.starts_with(LINEAR) {
+            found.extend(self.violations_of_linear());
+            return found;
+        }
+        if self.name.starts_with("ev_split_") {
+            found.extend(self.above(&[
+                ("instructions", self.instructions, SPLIT_INSTRUCTIONS),
+                ("narrow loads", self.loads.narrow(), 0),
+                ("narrow stores", self.stores.narrow(), 0),
+            ]));
+            return found;
+        }
+        if self.name == "ev_add_slices_f32" {
+            found.extend(self.above(&[("instructions", self.instructions, ADD_SLICES_INSTRUCTIONS)]));
+            return found;
+        }
         let budget = Budget::of(self);
         let (_, world) = self.algorithm_and_world();
         found.extend(self.above(&[
@@ -227,6 +264,32 @@ impl Kernel {
             }
             if world > 1 && accesses.wide_strong_sys == 0 {
                 found.push(format!("{}: no 128-bit {what} that are strong for the system", self.name));
+            }
+        }
+        found
+    }
+
+    fn violations_of_linear(&self) -> Vec<String> {
+        let budget = LINEAR_BUDGETS.iter().find(|(rows, _)| self.name.ends_with(&format!("_{rows}")));
+        let (_, [registers, instructions, narrow_loads, narrow_stores]) =
+            budget.unwrap_or_else(|| panic!("{} has no budget", self.name));
+        let mut found = self.above(&[
+            ("registers", self.registers, *registers),
+            ("instructions", self.instructions, *instructions),
+            ("narrow loads", self.loads.narrow(), *narrow_loads),
+            ("narrow stores", self.stores.narrow(), *narrow_stores),
+            // Weights and activations come by copies alone.
+            ("wide loads", self.loads.wide(), 0),
+            ("narrow copies", self.async_copies.narrow(), 0),
+        ]);
+        for (what, count) in [
+            ("128-bit copies", self.async_copies.wide()),
+            ("128-bit stores", self.stores.wide()),
+            ("loads of matrices", self.matrix_loads),
+            ("multiplications of matrices", self.multiplications),
+        ] {
+            if count == 0 {
+                found.push(format!("{}: no {what}", self.name));
             }
         }
         found
@@ -405,7 +468,12 @@ fn exactly_the_kernels_that_rust_asks_for_are_there() {
             wanted.extend(["bf16", "f16"].map(|dtype| format!("{COLLECTIVE}{algorithm}_{dtype}_w{world}")));
         }
     }
-    assert_eq!(wanted.len(), 16 + 3);
+    for dtype in ["bf16", "f16"] {
+        wanted.extend(LINEAR_BUDGETS.map(|(rows, _)| format!("{LINEAR}{dtype}_{rows}")));
+        wanted.insert(format!("ev_split_{dtype}"));
+    }
+    wanted.insert("ev_add_slices_f32".into());
+    assert_eq!(wanted.len(), 16 + 3 + 8 + 2 + 1);
     let seen: BTreeSet<String> = kernels.iter().map(|kernel| kernel.name.clone()).collect();
     assert_eq!(seen, wanted);
 }
@@ -578,6 +646,28 @@ fn samples_of_choose_are_judged_by_its_own_budget() {
     }
     assert_flagged(&sample(&resources, &sass.replace("STG.E.64", "ATOMG.E.MAX.64")), "atomics");
     assert_flagged(&sample(&resources, &sass.replace(".128", ".64")), "no 128-bit loads");
+}
+
+#[test]
+fn samples_of_linear_are_judged_by_its_own_budget() {
+    let resources = RESOURCES.replace(NAME, "ev_linear_bf16_r16");
+    let sass = SASS
+        .replace(NAME, "ev_linear_bf16_r16")
+        .replace("LDG.E.128 R8", "LDSM.16.M88.4 R8")
+        .replace("LDG.E.128.STRONG.SYS R4", "HMMA.16816.F32.BF16 R4");
+    assert_eq!(sample(&resources, &sass).violations(), [""; 0]);
+    assert_flagged(&sample(&resources.replace("REG:40", "REG:105"), &sass), "registers");
+    assert_flagged(&sample(&resources.replace("LOCAL:0", "LOCAL:8"), &sass), "local");
+    for (good, bad, wanted) in [
+        ("LDSM.16.M88.4", "MOV", "no loads of matrices"),
+        ("HMMA.16816.F32.BF16", "FFMA", "no multiplications"),
+        ("STG.E.128.STRONG.SYS", "MOV", "no 128-bit stores"),
+        ("LDGSTS.E.BYPASS.128", "MOV", "no 128-bit copies"),
+        ("MEMBAR.ALL.GPU", "LDGSTS.E.64 [R3], desc[UR4][R4.64]", "narrow copies"),
+        ("LDC R1", "LDG.E.128 R1", "wide loads"),
+    ] {
+        assert_flagged(&sample(&resources, &sass.replace(good, bad).replace("ERRBAR;", "NOP;")), wanted);
+    }
 }
 
 #[test]

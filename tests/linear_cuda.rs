@@ -90,7 +90,8 @@ impl<T: Weight> Layer<T> {
         let num_sums = self.inputs.div_ceil(64).div_ceil(slices) * 32 + 3 + slices;
         let relative = T::HALF_STEP * T::HALF_STEP + num_sums as f64 / f64::from(1 << 24);
         let output = |weights: &[T]| {
-            let products = weights.iter().zip(x).map(|(weight, x)| f64::from(weight.to_f32()) * f64::from(*x));
+            let products =
+                weights.iter().zip(x).map(|(weight, x)| f64::from(weight.to_f32()) * f64::from(*x));
             let sizes = products.clone().map(f64::abs);
             // Half the step of subnormals in f16.
             (products.sum(), relative * sizes.sum::<f64>() + self.inputs as f64 * 2.0 * 2f64.powi(-25))
@@ -171,7 +172,8 @@ fn partials<T: Weight>(cuda: &Cuda, layer: &Layer<T>, num_rows: usize, seed: u64
             .map(|i| if used(i / inputs) { split(numbers.next_f32()) } else { [T::from_f32(f32::NAN); 2] })
             .collect();
         let high: Vec<T> = planes.iter().map(|x| x[0]).collect();
-        let zeros: Vec<T> = high.iter().map(|x| if x.to_f32().is_nan() { *x } else { T::from_f32(0.0) }).collect();
+        let zeros: Vec<T> =
+            high.iter().map(|x| if x.to_f32().is_nan() { *x } else { T::from_f32(0.0) }).collect();
         let low: Vec<T> = planes.iter().map(|x| x[1]).collect();
         let (device_high, device_index) = (buffer(&high), cuda.upload(&index).unwrap());
         for low in [Some(&low), Some(&zeros), None] {
@@ -187,7 +189,8 @@ fn partials<T: Weight>(cuda: &Cuda, layer: &Layer<T>, num_rows: usize, seed: u64
             for row in 0..MAX_ROWS {
                 let of_slice = |slice| &seen[(slice * MAX_ROWS + row) * layer.outputs..][..layer.outputs];
                 if row >= num_rows {
-                    let is_untouched = (0..slices).all(|slice| of_slice(slice).iter().all(|v| *v == UNTOUCHED));
+                    let is_untouched =
+                        (0..slices).all(|slice| of_slice(slice).iter().all(|v| *v == UNTOUCHED));
                     if !is_untouched {
                         return Err(format!("row {row} of {num_rows} was written"));
                     }
@@ -198,7 +201,8 @@ fn partials<T: Weight>(cuda: &Cuda, layer: &Layer<T>, num_rows: usize, seed: u64
                     .map(|i| [high[i], low.map_or(T::from_f32(0.0), |low| low[i])])
                     .collect();
                 let mut sum = of_slice(0).to_vec();
-                (1..slices).for_each(|slice| sum.iter_mut().zip(of_slice(slice)).for_each(|(sum, v)| *sum += v));
+                (1..slices)
+                    .for_each(|slice| sum.iter_mut().zip(of_slice(slice)).for_each(|(sum, v)| *sum += v));
                 let what = format!("row {row}, list {has_index}, low {}", low.is_some());
                 differences(&sum, &layer.specified(&x, slices), &what)?;
             }
@@ -363,7 +367,10 @@ fn what_a_small_heads_layers_cost() {
         linear.forward(x.slice(), y.slice_mut()).unwrap();
         cuda.synchronize().unwrap();
         let (elapsed, tiles) = (start.elapsed(), emulator::report().stats.num_multiplied_tiles);
-        println!("{outputs} by {inputs}: {tiles} tiles, {:.2} us each", elapsed.as_secs_f64() * 1e6 / tiles as f64);
+        println!(
+            "{outputs} by {inputs}: {tiles} tiles, {:.2} us each",
+            elapsed.as_secs_f64() * 1e6 / tiles as f64
+        );
         assert_eq!(tiles as usize, 2 * outputs.div_ceil(64) * 4 * inputs.div_ceil(64) * 4);
     }
 }
@@ -451,7 +458,8 @@ fn misuse_is_an_error_before_anything_is_queued() {
         let high = cuda.upload(&ones).unwrap();
         let mut partials = cuda.alloc(MAX_ROWS * 8).unwrap();
         // SAFETY: never read: the call must fail.
-        let queued = unsafe { linear.queue_partials(high.slice(), None, None, num_rows, partials.slice_mut()) };
+        let queued =
+            unsafe { linear.queue_partials(high.slice(), None, None, num_rows, partials.slice_mut()) };
         let error = queued.unwrap_err();
         assert!(error.kind() == ErrorKind::Misuse && error.to_string().contains("1 to 64"), "{error}");
     }

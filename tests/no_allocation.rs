@@ -1,5 +1,5 @@
 //! Calls of a group allocate nothing, once it has formed, nor do those that choose a token, on the CPU or by a
-//! chooser, once their like has been seen. In a process of its own, for its allocator.
+//! chooser, once their like has been seen, nor those of a linear layer. In a process of its own, for its allocator.
 #![cfg(feature = "cuda")]
 
 #[path = "common/collective.rs"]
@@ -15,7 +15,7 @@ use collective::*;
 use cuda_emulator as emulator;
 use eagle_verify::TokenId;
 use eagle_verify::backend::cpu::Cpu;
-use eagle_verify::backend::cuda::{ChooseRow, Chooser, ChooserConfig};
+use eagle_verify::backend::cuda::{ChooseRow, Chooser, ChooserConfig, Linear};
 use eagle_verify::comm::{Group, NormOutputs, Quantized, Rendezvous, WorldSize};
 use eagle_verify::sampling::{Sampler, SamplingContext, SamplingParams};
 use emulated::OnEmulator;
@@ -124,6 +124,13 @@ fn calls_allocate_nothing() {
     };
     choose(&rows[..]);
     assert_eq!(count(|| (0..20).for_each(|i| choose(&rows[..1 + i % 4]))), 0);
+
+    // A linear layer, of more rows than one pass has.
+    let mut linear = Linear::new(cuda, &[bf16::ONE; 9 * 16], 9, 16).unwrap();
+    let (x, mut y) = (cuda.upload(&[1.0f32; 70 * 16]).unwrap(), cuda.alloc(70 * 9).unwrap());
+    linear.forward(x.slice(), y.slice_mut()).unwrap();
+    assert_eq!(count(|| (0..20).for_each(|_| linear.forward(x.slice(), y.slice_mut()).unwrap())), 0);
+    cuda.synchronize().unwrap();
 
     let cpu = Cpu::with_threads(1).unwrap();
     let mut sample = |i: usize| {

@@ -402,8 +402,8 @@ pub const MUTANTS: &[Mutant] = &[
         name: "linear: low skipped",
         file: "linear.cu",
         kind: Kind::Statement,
-        original: "if (a.low != 0) Element::multiply_add(sums[i], weights, x[i][2], x[i][3]);",
-        broken: "",
+        original: "Element::template multiply_add<2>(sums[i], weights, x[i]);",
+        broken: "Element::template multiply_add<1>(sums[i], weights, x[i]);",
     },
     Mutant {
         name: "linear: waited for one group too few",
@@ -451,8 +451,8 @@ pub const MUTANTS: &[Mutant] = &[
         name: "linear: the next rows",
         file: "linear.cu",
         kind: Kind::Statement,
-        original: "Element::multiply_add(sums[i], weights, x[i][0], x[i][1]);",
-        broken: "Element::multiply_add(sums[i], weights, x[(i + 1) % RowTiles][0], x[(i + 1) % RowTiles][1]);",
+        original: "Element::template multiply_add<2>(sums[i], weights, x[i]);",
+        broken: "Element::template multiply_add<2>(sums[i], weights, x[(i + 1) % RowTiles]);",
     },
     Mutant {
         name: "linear: high after low",

@@ -136,7 +136,7 @@ impl LinearWeights {
         let mut memory = Memory::new(cuda, num_weights * size_of::<T>(), 0)?;
         let mut offset = 0;
         for part in parts {
-            memory.queue_write_at(offset, *part)?;
+            memory.queue_write_at(offset, part)?;
             offset += size_of_val(*part);
         }
         cuda.synchronize()?;
@@ -217,8 +217,8 @@ fn slice_chunks(num_outputs: usize, num_inputs: usize) -> usize {
 /// A linear layer `y = x W^T` without bias on a GPU, made for 1 to 64 rows. `T` is that of the weights:
 /// [`bf16`](half::bf16) or [`f16`](struct@half::f16).
 ///
-/// One pass over the weights serves 64 rows, and its time is that of reading them; more rows take more passes. For up
-/// to 64 rows it allocates nothing, waits for nothing and can be captured in a graph; nor does it for more.
+/// One pass over the weights serves 64 rows, and its time is that of reading them; more rows take more passes. Calls
+/// allocate nothing, wait for nothing, and can be captured in a graph.
 ///
 /// # Rounding
 ///
@@ -336,9 +336,10 @@ impl<T: Element> Linear<T> {
         if num_rows == 0 {
             return Ok(0);
         }
-        let places = [("input", x.stream, x.address, 16), ("output", y.stream, y.address, 4)];
-        for (what, stream, address, alignment) in places {
-            let subject = format!("{what} of a linear layer");
+        for (subject, stream, address, alignment) in [
+            ("input of a linear layer", x.stream, x.address, 16),
+            ("output of a linear layer", y.stream, y.address, 4),
+        ] {
             if stream != self.cuda.stream_id() {
                 return Err(Error::misuse(subject, "memory of the layer's `Cuda`", "another's"));
             }
@@ -401,7 +402,9 @@ impl<T: Element> Linear<T> {
         expect_len("partials of a linear layer", self.weights.num_partials(), partials.len)?;
         let (low, row_index) = (low.map_or(0, |low| low.address), row_index.map_or(0, |index| index.address));
         // SAFETY: the caller's obligation, and the length of the partials.
-        unsafe { self.weights.queue(Halves { high: high.address, low, row_index }, num_rows, partials.address) }
+        unsafe {
+            self.weights.queue(Halves { high: high.address, low, row_index }, num_rows, partials.address)
+        }
     }
 }
 

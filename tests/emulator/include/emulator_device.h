@@ -43,9 +43,33 @@ enum Scope : int { CTA = 0, GPU = 1, SYS = 2 };
 enum Order : int { RLX = 0, ACQ = 1, REL = 2, ACQ_REL = 3, SC = 7 };
 enum RmwOp : int { ADD, EXCH, MAX_, MIN_, OR_, AND_, CAS, INC, FADD, SIGNED_MAX, SIGNED_MIN };
 // Collectives that lanes of one warp may meet at. Lanes that meet at different ones are an error.
-enum WarpOp : int { SHUFFLE = 1, BALLOT = 500, REDUCE = 501, LOAD_MATRICES = 600, MULTIPLY_ADD = 700, USER = 1000 };
+enum WarpOp : int {
+  SHUFFLE = 1,
+  BALLOT = 500,
+  REDUCE = 501,
+  LOAD_MATRICES = 600,
+  MULTIPLY_ADD = 700,
+  USER = 1000
+};
 // The two formats of a matrix whose elements have two bytes.
 enum MatrixFormat : int { BF16 = 0, F16 = 1 };
+
+// ldmatrix.x4, `count` times: four matrices of 8 rows of 16 bytes, to which lanes 0-7, 8-15, 16-23 and 24-31
+// point, all `stride` bytes further each time. A lane gets two elements of each matrix.
+struct MatrixLoad {
+  uint32_t* to;
+  const void* row;
+  unsigned count;
+  size_t stride;
+};
+// mma.m16n8k16.row.col with float sums: `count` tiles of `a` times the first `b`, then times the next, of which
+// there are `planes`. What the lanes have of them: see matrices.cpp.
+struct TileProduct {
+  float* sums;
+  const uint32_t *a, *b;
+  unsigned count, planes;
+  MatrixFormat format;
+};
 
 extern "C" {
 Idx3 emu_tid();
@@ -59,15 +83,14 @@ int emu_syncthreads_count(int predicate);  // how many threads have a predicate 
 void emu_syncwarp(unsigned mask);
 // Every lane of `mask` gives 8 bytes; each gets all 32 (those outside the mask are 0).
 void emu_warp_exchange(unsigned mask, int op, const void* in, void* all);
-// cp.async: 16 bytes of shared memory become the first `bytes` at `from` and zeros, when their group is waited for.
+// cp.async: 16 bytes of shared memory become the first `bytes` at `from` and then zeros, when their group is
+// waited for.
 void emu_copy_async(void* to, const void* from, unsigned bytes);
 void emu_commit_copies();                  // the thread's copies since the last call are a group
 void emu_wait_copies(unsigned num_groups);  // until only that many of the thread's latest groups are not done
-// ldmatrix.x4, `count` times: matrices of 8 rows of 16 bytes, which lanes 0-7, 8-15, 16-23 and 24-31 point to, all
-// `stride` bytes further each time. A lane gets two elements of each matrix.
-void emu_load_matrices(uint32_t* to, const void* row, unsigned count, size_t stride);
-// mma.m16n8k16.row.col with float sums, for `count` tiles with one `b`: see matrices.cpp for what the lanes have.
-void emu_multiply_add(float* sums, const uint32_t* a, const uint32_t* b, unsigned count, int format);
+// Several instructions of one kind at one meeting of the warp's lanes, which is what costs here.
+void emu_load_matrices(const MatrixLoad* loads, unsigned num_loads);
+void emu_multiply_add(const TileProduct& product);
 // `unit` is the size of the pieces that are whole when the emulator tears wide accesses.
 void emu_load(const void* p, void* out, int bytes, int unit, int order, int scope);
 void emu_store(void* p, const void* value, int bytes, int unit, int order, int scope);

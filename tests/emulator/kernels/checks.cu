@@ -104,8 +104,8 @@ static void collectives(uint32_t* result) {
   mine[7] = t < 16 ? uint32_t(__any_sync(0xffffu, t == 3)) : uint32_t(__all_sync(0xffff0000u, t >= 16));
 }
 
-// Each thread brings 16 bytes, of which the first 4 * (t % 5) are from `a`, and then four words in a second group.
-// It reads what its neighbour brought first.
+// Each thread brings 16 bytes, of which the first 4 * (t % 5) are from `a`, and then four words in a second
+// group. It reads what its neighbour brought first.
 static void copy_to_neighbours(const Check& c) {
   KSHARED(uint4, first, [64]);
   KSHARED(uint4, second, [64]);
@@ -142,7 +142,8 @@ static void load_matrices(const Check& c) {
   const unsigned t = threadIdx.x;
   for (unsigned i = t; i < 64; i += 32) rows[i ^ 1] = reinterpret_cast<const uint4*>(c.a)[i ^ 1];
   if (c.role != NO_BARRIER) __syncwarp();
-  emu_load_matrices(c.result + 8 * t, &rows[t], 2, 32 * sizeof(uint4));
+  const MatrixLoad both{c.result + 8 * t, &rows[t], 2, 32 * sizeof(uint4)};
+  emu_load_matrices(&both, 1);
 }
 
 extern "C" __global__ void check(Check c) {
@@ -216,16 +217,17 @@ extern "C" __global__ void check(Check c) {
     case MATRIX_LOAD: load_matrices(c); break;
     case TILE_MULTIPLY:
       if (t != c.limit_ns) {
-        emu_multiply_add(reinterpret_cast<float*>(c.result) + 8 * t, c.a + 8 * t, c.b + 2 * t, 2, c.role);
+        float* const sums = reinterpret_cast<float*>(c.result) + 8 * t;
+        emu_multiply_add({sums, c.a + 8 * t, c.b + 4 * t, 2, 2, MatrixFormat(c.role)});
       }
       break;
     case TILE_MULTIPLY_LOOP:
       for (uint64_t i = 0; i < c.limit_ns; i++) {
         float sums[4][4] = {};
-        uint32_t tiles[4][4];
-        emu_load_matrices(tiles[0], c.a + 4 * t, 4, 0);
-        emu_multiply_add(sums[0], tiles[0], c.b, 4, c.role);
-        emu_multiply_add(sums[0], tiles[0], c.b, 4, c.role);
+        uint32_t tiles[5][4];
+        const MatrixLoad loads[2] = {{tiles[0], c.a + 4 * t, 4, 0}, {tiles[4], c.a + 4 * t, 1, 0}};
+        emu_load_matrices(loads, 2);
+        emu_multiply_add({sums[0], tiles[0], tiles[4], 4, 2, MatrixFormat(c.role)});
         c.result[t] = __float_as_uint(sums[0][0]);
       }
       break;

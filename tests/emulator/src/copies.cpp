@@ -29,8 +29,12 @@ void check_both_ends(const PendingCopy& copy, const void* pc) {
 void complete(const PendingCopy& copy, const void* pc) {
   Machine& m = machine();
   if (!m.is_direct) check_both_ends(copy, pc);
-  if (copy.bytes) std::memcpy(copy.to, copy.from, copy.bytes);
-  std::memset(copy.to + copy.bytes, 0, COPY_BYTES - copy.bytes);
+  if (copy.bytes == COPY_BYTES) {  // of a size that the compiler knows
+    std::memcpy(copy.to, copy.from, COPY_BYTES);
+  } else {
+    std::memset(copy.to, 0, COPY_BYTES);
+    if (copy.bytes) std::memcpy(copy.to, copy.from, copy.bytes);
+  }
   m.stats.copied_bytes += copy.bytes;
 }
 

@@ -51,8 +51,9 @@ void emulator::plain_access(const char* p, size_t bytes, bool is_write, const vo
 namespace {
 
 inline void hooked_access(void* address, size_t bytes, bool is_write, const void* pc) {
+  if (!are_accesses_checked) return;
   Machine& m = machine();
-  if (m.is_direct || !m.current || !m.memory.contains(address)) return;
+  if (!m.current || !m.memory.contains(address)) return;
   plain_access(static_cast<const char*>(address), bytes, is_write, pc);
 }
 

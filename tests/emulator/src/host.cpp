@@ -78,6 +78,8 @@ Machine& machine() {
   return *the;
 }
 
+bool are_accesses_checked = false;
+
 std::vector<Kernel>& kernel_registry(bool is_mutated) {
   static std::vector<Kernel>* registries = new std::vector<Kernel>[2];
   return registries[is_mutated];
@@ -232,6 +234,7 @@ void configure(const Config& config) {
   forget_order();
   m.config = config;
   m.is_direct = !config.races && !config.weak;
+  are_accesses_checked = !m.is_direct;
   m.random.state = Random{config.seed}.next();  // or neighbouring seeds would give one sequence, shifted
   m.adversary = draw_adversary(config, m.random);
   m.stats = {};

@@ -76,7 +76,8 @@ impl Config {
         Self { seed, races: true, weak: true, torn: true, ..Self::fast() }
     }
 
-    /// Nothing is checked, and memory is sequentially consistent: for long runs that look at results.
+    /// Nothing is checked, memory is sequentially consistent, and threads take turns, whatever the seed: for long
+    /// runs that look at results.
     pub fn fast() -> Self {
         Self {
             seed: 0,

@@ -224,18 +224,26 @@ struct Waiter {
 
 class RunQueue {
  public:
-  bool empty() const { return threads_.empty(); }
+  bool empty() const { return threads_.empty() && in_turn_.empty(); }
   size_t size() const { return threads_.size(); }
   void add(Thread* t);
   void remove(Thread* t);
   Thread* pick(Random& random, bool by_priority);
   void restore_order();
-  void clear() { threads_.clear(); }
+  // Where nothing is checked, threads take turns: those of a warp stay together. Whoever runs is not in the
+  // queue.
+  void add_in_turn(Thread* t);
+  Thread* take_next();
+  void clear() {
+    threads_.clear();
+    in_turn_.clear();
+  }
 
  private:
   void place(size_t i, Thread* t);
   void sift(size_t i);
   std::vector<Thread*> threads_;  // a heap by priority
+  std::deque<Thread*> in_turn_;
 };
 
 struct Machine {
@@ -259,6 +267,7 @@ struct Machine {
   Thread* current = nullptr;
   Context scheduler;
   RunQueue runnable;
+  uint64_t last_switch = 0;  // of this run
   std::vector<SlotOwner> slots;
   uint32_t epoch = 1;  // all clocks and shadows of an older epoch are void
 
@@ -281,6 +290,8 @@ struct Machine {
 };
 
 Machine& machine();
+// `!machine().is_direct`, for the hooks of each access.
+extern bool are_accesses_checked;
 std::vector<Kernel>& kernel_registry(bool is_mutated);
 const Kernel* find_kernel(const char* name);
 
@@ -320,7 +331,8 @@ void check_access(const char* p, size_t bytes, Access access, int scope, const v
 // A plain access of the current thread to memory that others see, when anything is checked.
 void plain_access(const char* p, size_t bytes, bool is_write, const void* pc);
 
-// Where all lanes of a warp meet (collectives.cpp). The last to arrive does `action` with what each has brought.
+// Where all lanes of a warp meet (collectives.cpp). The last to arrive does `action` with what each has
+// brought.
 void meet_warp(int op, void* argument, void (*action)(void* const* arguments), const char* where);
 
 // The host's side (host.cpp); the caller holds the mutex.

@@ -67,7 +67,8 @@ void check_bounds(const char* p, size_t bytes, uint8_t flags, const void* pc) {
     size_t i = m.memory.first_unwritten(*a, p, bytes);
     if (i < bytes) {
       p += i;
-      refuse(is_being_copied_to(p) ? "read before its asynchronous copy was waited for:" : "uninitialised read:");
+      bool is_early = is_being_copied_to(p);
+      refuse(is_early ? "read before its asynchronous copy was waited for:" : "uninitialised read:");
     }
   }
 }

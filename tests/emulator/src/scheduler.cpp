@@ -330,18 +330,47 @@ void RunQueue::restore_order() {
   for (size_t i = 0; i < threads_.size(); i++) threads_[i]->run_position = uint32_t(i);
 }
 
+void RunQueue::add_in_turn(Thread* t) {
+  t->run_position = 0;
+  in_turn_.push_back(t);
+}
+Thread* RunQueue::take_next() {
+  Thread* t = in_turn_.front();
+  in_turn_.pop_front();
+  t->run_position = ~0u;
+  return t;
+}
+
 void make_runnable(Thread& t) {
+  Machine& m = machine();
   t.state = State::RUNNABLE;
-  if (t.run_position == ~0u) machine().runnable.add(&t);
+  if (t.run_position != ~0u) return;
+  if (m.is_direct) {
+    m.runnable.add_in_turn(&t);
+  } else {
+    m.runnable.add(&t);
+  }
 }
 
 void leave(State state) {
   Machine& m = machine();
   Thread& t = self();
   t.state = state;
-  if (state != State::RUNNABLE) m.runnable.remove(&t);
   m.stats.switches++;
-  switch_context(t.context, m.scheduler);
+  if (!m.is_direct) {
+    if (state != State::RUNNABLE) m.runnable.remove(&t);
+    switch_context(t.context, m.scheduler);
+    return;
+  }
+  if (state == State::RUNNABLE) m.runnable.add_in_turn(&t);
+  // To the next thread, past the scheduler, unless that has something to do.
+  bool is_scheduler_needed = m.has_finished_block || m.failure != Failure::NONE;
+  if (m.runnable.empty() || is_scheduler_needed || m.stats.switches >= m.last_switch) {
+    switch_context(t.context, m.scheduler);
+    return;
+  }
+  m.current = m.runnable.take_next();
+  if (m.current != &t) switch_context(t.context, m.current->context);
 }
 
 void yield_point(const char* where) {
@@ -379,6 +408,7 @@ Outcome run(const std::function<bool()>& is_done, bool is_all_work_in, uint64_t 
   if (!is_all_work_in && m.rechecks >= NUM_CHEAP_RECHECKS) m.rechecks = NUM_CHEAP_RECHECKS - 1;
   uint64_t end = m.stats.switches + max_switches;
   if (end < max_switches) end = UINT64_MAX;
+  m.last_switch = std::min(end, MAX_SWITCHES + 1);
   for (;;) {
     advance_streams();
     if (m.failure != Failure::NONE) return Outcome::FAILED;
@@ -386,7 +416,7 @@ Outcome run(const std::function<bool()>& is_done, bool is_all_work_in, uint64_t 
     while (!m.runnable.empty() && !m.has_finished_block && m.failure == Failure::NONE) {
       if (m.stats.switches >= end) return Outcome::STUCK;
       if (m.stats.switches > MAX_SWITCHES) fail(Failure::DEADLOCK, "no end in sight: a livelock?");
-      m.current = m.runnable.pick(m.random, m.adversary.level > 0);
+      m.current = m.is_direct ? m.runnable.take_next() : m.runnable.pick(m.random, m.adversary.level > 0);
       switch_context(m.scheduler, m.current->context);
       m.current = nullptr;
     }

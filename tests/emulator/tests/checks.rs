@@ -298,7 +298,7 @@ fn an_asynchronous_copy_over_what_is_still_read_is_a_race() {
 fn lanes_get_their_elements_of_matrices() {
     let _machine = exclusive();
     // Element `e` of row `r`, of the 64 that are loaded as eight matrices, is 8 r + e.
-    let rows: Vec<u32> = (0..256).map(|i| 2 * i | (2 * i + 1) << 16).collect();
+    let rows: Vec<u32> = (0..256).map(|i| (2 * i) | ((2 * i + 1) << 16)).collect();
     for config in [Config::checked(3), Config::fast()] {
         let got = run_block(Test::MatrixLoad, RIGHT, &config, [&rows, &[]], &[0; 256], 0).unwrap();
         for lane in 0..32 {
@@ -346,8 +346,10 @@ fn tiles_are_multiplied_as_by_plain_loops() {
         [0, 1].into_iter().flat_map(|format| [(format, Config::checked(4)), (format, Config::fast())])
     {
         let small = |x: f32| if x.abs() < 0.1 { 1e-6 * x } else { x }; // subnormal in f16
-        let a: [[[u16; 16]; 16]; 2] = [(); 2].map(|()| [[(); 16]; 16].map(|r| r.map(|()| bits(format, small(random())))));
-        let b: [[u16; 8]; 16] = [[(); 8]; 16].map(|r| r.map(|()| bits(format, small(random()))));
+        let a: [[[u16; 16]; 16]; 2] =
+            [(); 2].map(|()| [[(); 16]; 16].map(|r| r.map(|()| bits(format, small(random())))));
+        let b: [[[u16; 8]; 16]; 2] =
+            [(); 2].map(|()| [[(); 8]; 16].map(|r| r.map(|()| bits(format, small(random())))));
         let before: [[[f32; 8]; 16]; 2] = [(); 2].map(|()| [[(); 8]; 16].map(|r| r.map(|()| random())));
         let pair = |low: u16, high: u16| u32::from(low) | u32::from(high) << 16;
         let (mut a_words, mut b_words, mut sums) = (Vec::new(), Vec::new(), Vec::new());
@@ -357,17 +359,21 @@ fn tiles_are_multiplied_as_by_plain_loops() {
                 a_words.extend(own.chunks(2).map(|two| pair(two[0], two[1])));
                 sums.extend(places_of_sums(lane).map(|(row, column)| before[tile][row][column].to_bits()));
             }
-            let own = places_of_b(lane).map(|(row, column)| b[row][column]);
-            b_words.extend(own.chunks(2).map(|two| pair(two[0], two[1])));
+            for plane in &b {
+                let own = places_of_b(lane).map(|(row, column)| plane[row][column]);
+                b_words.extend(own.chunks(2).map(|two| pair(two[0], two[1])));
+            }
         }
-        let run = |missing| run_block(Test::TileMultiply, format, &config, [&a_words, &b_words], &sums, missing);
+        let run =
+            |missing| run_block(Test::TileMultiply, format, &config, [&a_words, &b_words], &sums, missing);
         let got = run(u64::MAX).unwrap();
-        assert_eq!(report().stats.num_multiplied_tiles, 2);
+        assert_eq!(report().stats.num_multiplied_tiles, 4);
         for lane in 0..32 {
             for tile in 0..2 {
                 for (i, (row, column)) in places_of_sums(lane).into_iter().enumerate() {
-                    let want = (0..16).fold(before[tile][row][column], |sum, k| {
-                        sum + value(format, a[tile][row][k]) * value(format, b[k][column])
+                    let places = (0..2).flat_map(|plane| (0..16).map(move |k| (plane, k)));
+                    let want = places.fold(before[tile][row][column], |sum, (plane, k)| {
+                        sum + value(format, a[tile][row][k]) * value(format, b[plane][k][column])
                     });
                     let got = f32::from_bits(got[8 * lane + 4 * tile + i]);
                     assert_eq!(got.to_bits(), want.to_bits(), "tile {tile}, row {row}, column {column}");
@@ -385,8 +391,15 @@ fn what_a_multiplication_costs() {
         const ROUNDS: u64 = 2000;
         configure(&Config::fast());
         let start = Instant::now();
-        run_block(Test::TileMultiplyLoop, format, &Config::fast(), [&[0x3F80; 128], &[0x3F80; 2]], &[0; 32], ROUNDS)
-            .unwrap();
+        run_block(
+            Test::TileMultiplyLoop,
+            format,
+            &Config::fast(),
+            [&[0x3F80; 128], &[0x3F80; 2]],
+            &[0; 32],
+            ROUNDS,
+        )
+        .unwrap();
         let each = start.elapsed().as_secs_f64() * 1e6 / report().stats.num_multiplied_tiles as f64;
         println!("{name}: {each:.2} us for a tile, its share of the loads included");
         assert_eq!(report().stats.num_multiplied_tiles, 8 * ROUNDS);

@@ -250,6 +250,25 @@ fn failures_have_their_codes_and_stick_until_configured() {
     device.stream.synchronize().expect_err("32 threads write one word");
 }
 
+/// The host is told that a copy failed, and may free where it was to go: it must not happen later.
+#[test]
+fn a_copy_behind_a_failed_kernel_never_happens() {
+    let _machine = emulator(&Config::checked(1));
+    let mut device = Device::new(0).expect("a device");
+    let mut words = [7u32; 4];
+    let copy = |device: &Device, words: &mut [u32; 4]| {
+        let (address, _guard) = device.a.device_ptr(&device.stream);
+        // SAFETY: the buffer has so many words; the driver has written pageable memory when it returns.
+        unsafe { result::memcpy_dtoh_async(words, address, device.stream.cu_stream()) }
+    };
+    device.launch(TRAP).expect("launched");
+    assert_eq!(code(copy(&device, &mut words)), 719);
+    configure(&Config::checked(1)); // gives up what was queued
+    assert_eq!(words, [7; 4]);
+    copy(&device, &mut words).expect("the machine is whole again");
+    assert_eq!(words, [0; 4]);
+}
+
 #[test]
 fn arguments_are_checked() {
     let _machine = emulator(&Config { max_resident_blocks: 4, ..Config::fast() });
