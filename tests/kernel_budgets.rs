@@ -133,7 +133,9 @@ fn names_asked_for(source: &str) -> BTreeSet<String> {
         let after = source.match_indices(before).map(|(at, _)| &source[at + before.len()..]);
         after.filter_map(|rest| rest.split_once('"')).map(|(literal, _)| literal).collect()
     };
-    let mut names: BTreeSet<String> = literals("\"ev_").iter().map(|rest| format!("ev_{rest}")).collect();
+    // A name that is all placeholder says nothing.
+    let literal_names = literals("\"ev_").into_iter().filter(|rest| !rest.starts_with('{'));
+    let mut names: BTreeSet<String> = literal_names.map(|rest| format!("ev_{rest}")).collect();
     // The draft head's are put together from parts.
     if names.remove("ev_draft_{name}") {
         let parts = [literals(" kernel(\""), literals(" kernel(&format!(\"")].concat();
