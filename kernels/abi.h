@@ -121,7 +121,7 @@ typedef struct EvChoose {
 
 /* The draft head. Rows go through it in passes of EV_PASS_ROWS at most. */
 enum {
-  EV_PASS_ROWS = 64,
+  EV_PASS_ROWS = EV_LINEAR_MAX_ROWS,
   EV_MAX_DRAFT_WIDTH = 64,
   EV_MAX_DRAFT_DEPTH = 258,
   EV_NONE = 0xFFFFFFFF,

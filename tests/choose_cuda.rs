@@ -11,7 +11,10 @@ use eagle_verify::{Element, ErrorKind, TokenId};
 use half::{bf16, f16};
 
 mod common;
+#[path = "common/device.rs"]
+mod device;
 use common::toy::Numbers;
+use device::{catch_mutants, device, held};
 
 /// Logits of a type, and what they are in f32.
 trait Dtype: Logit {
@@ -167,11 +170,6 @@ fn random_row(random: &mut Random, vocab: usize) -> Row {
         allowed: random.one_in(4).then(|| (0..vocab.div_ceil(32)).map(|_| random.bits() as u32).collect()),
         ..Row::plain(logits, params)
     }
-}
-
-fn device() -> Cuda {
-    emulator::install();
-    Cuda::with_kernels(0, &[("emulated", emulator::IMAGE)]).unwrap()
 }
 
 /// The keys of `columns`, and the thresholds.
@@ -479,11 +477,6 @@ fn large_vocabularies_equal_the_specification() {
     check::<bf16>(262_144, &[]);
 }
 
-fn held() -> [u64; 4] {
-    let report = emulator::report();
-    [report.num_allocations, report.num_host_allocations, report.num_streams, report.num_modules]
-}
-
 /// Every schedule gives the same, without a race.
 #[test]
 fn schedules_make_no_difference() {
@@ -500,21 +493,7 @@ fn schedules_make_no_difference() {
 #[test]
 fn faults_are_caught() {
     let _machine = emulator::exclusive();
-    let mutants = emulator::MUTANTS.iter().filter(|mutant| mutant.name.starts_with("choose: "));
-    let mut num_caught = 0;
-    for mutant in mutants {
-        let seen = emulator::seeds(3).find_map(|seed| {
-            emulator::configure(&emulator::Config {
-                mutant: Some(mutant.name),
-                ..emulator::Config::checked(seed)
-            });
-            suite(seed).err()
-        });
-        let seen = seen.unwrap_or_else(|| panic!("`{}` was not seen", mutant.name));
-        eprintln!("{}: {}", mutant.name, seen.chars().take(100).collect::<String>());
-        num_caught += 1;
-    }
-    assert!(num_caught == 23, "{num_caught}");
+    assert_eq!(catch_mutants("choose", &emulator::seeds(3).collect::<Vec<_>>(), suite), 23);
 }
 
 #[test]

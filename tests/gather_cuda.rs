@@ -10,7 +10,7 @@ use half::{bf16, f16};
 mod common;
 #[path = "common/device.rs"]
 mod device;
-use device::{Random, device, outcome};
+use device::{Random, catch_mutants, device, outcome};
 
 /// The values at the edges of three number formats.
 const EDGES: [f32; 24] = [
@@ -172,15 +172,7 @@ fn schedules_make_no_difference() {
 #[test]
 fn faults_are_caught() {
     let _machine = emulator::exclusive();
-    let mut num_caught = 0;
-    for mutant in emulator::MUTANTS.iter().filter(|mutant| mutant.name.starts_with("gather: ")) {
-        let config = emulator::Config { mutant: Some(mutant.name), ..emulator::Config::checked(3) };
-        emulator::configure(&config);
-        let seen = random_gathers(3, 20).expect_err(mutant.name);
-        eprintln!("{}: {}", mutant.name, seen.chars().take(100).collect::<String>());
-        num_caught += 1;
-    }
-    assert_eq!(num_caught, 6);
+    assert_eq!(catch_mutants("gather", &[3], |seed| random_gathers(seed, 20)), 6);
 }
 
 #[test]

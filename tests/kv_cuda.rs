@@ -15,7 +15,7 @@ use eagle_verify::{
 mod common;
 #[path = "common/device.rs"]
 mod device;
-use device::{Random, device, outcome};
+use device::{Random, catch_mutants, device, outcome};
 
 /// A cache in one piece of memory, planes at offsets, with bytes between them that nobody may touch.
 struct Cache {
@@ -289,15 +289,7 @@ fn schedules_make_no_difference() {
 #[test]
 fn faults_are_caught() {
     let _machine = emulator::exclusive();
-    let mut num_caught = 0;
-    for mutant in emulator::MUTANTS.iter().filter(|mutant| mutant.name.starts_with("kv: ")) {
-        let config = emulator::Config { mutant: Some(mutant.name), ..emulator::Config::checked(3) };
-        emulator::configure(&config);
-        let seen = random_moves(3, 40, 5).expect_err(mutant.name);
-        eprintln!("{}: {}", mutant.name, seen.chars().take(100).collect::<String>());
-        num_caught += 1;
-    }
-    assert_eq!(num_caught, 9);
+    assert_eq!(catch_mutants("kv", &[3], |seed| random_moves(seed, 40, 5).map(drop)), 9);
 }
 
 /// The device's cache after a step holds what the CPU's holds.

@@ -11,7 +11,10 @@ use eagle_verify::{Element, ErrorKind};
 use half::{bf16, f16};
 
 mod common;
+#[path = "common/device.rs"]
+mod device;
 use common::toy::Numbers;
+use device::{catch_mutants, device, held, outcome};
 
 const MAX_ROWS: usize = 64;
 
@@ -100,24 +103,11 @@ impl<T: Weight> Layer<T> {
     }
 }
 
-fn device() -> Cuda {
-    emulator::install();
-    Cuda::with_kernels(0, &[("emulated", emulator::IMAGE)]).unwrap()
-}
-
-/// What the machine has to say, which is more than the driver's error.
-fn heard<T>(result: eagle_verify::Result<T>) -> Result<T, String> {
-    match emulator::report().complaint() {
-        Some(complaint) => Err(complaint.to_owned()),
-        None => result.map_err(|error| error.to_string()),
-    }
-}
-
 fn forward<T: Weight>(cuda: &Cuda, layer: &mut Linear<T>, x: &[f32]) -> Result<Vec<f32>, String> {
     let input = cuda.upload(x).unwrap();
     let mut output = cuda.alloc(x.len() / layer.num_inputs() * layer.num_outputs()).unwrap();
     layer.forward(input.slice(), output.slice_mut()).map_err(|error| error.to_string())?;
-    heard(cuda.download(&output))
+    outcome(cuda.download(&output))
 }
 
 /// The same bits, or both NaN.
@@ -185,7 +175,7 @@ fn partials<T: Weight>(cuda: &Cuda, layer: &Layer<T>, num_rows: usize, seed: u64
                 let index = has_index.then(|| device_index.slice());
                 linear.queue_partials(device_high.slice(), low, index, num_rows, partials.slice_mut())
             };
-            let seen = heard(queued.and_then(|()| cuda.download(&partials)))?;
+            let seen = outcome(queued.and_then(|()| cuda.download(&partials)))?;
             for row in 0..MAX_ROWS {
                 let of_slice = |slice| &seen[(slice * MAX_ROWS + row) * layer.outputs..][..layer.outputs];
                 if row >= num_rows {
@@ -375,11 +365,6 @@ fn what_a_small_heads_layers_cost() {
     }
 }
 
-fn held() -> [u64; 4] {
-    let report = emulator::report();
-    [report.num_allocations, report.num_host_allocations, report.num_streams, report.num_modules]
-}
-
 /// Every schedule gives the same, without a race.
 #[test]
 fn schedules_make_no_difference() {
@@ -396,21 +381,7 @@ fn schedules_make_no_difference() {
 #[test]
 fn faults_are_caught() {
     let _machine = emulator::exclusive();
-    let mutants = emulator::MUTANTS.iter().filter(|mutant| mutant.name.starts_with("linear: "));
-    let mut num_caught = 0;
-    for mutant in mutants {
-        let seen = emulator::seeds(3).find_map(|seed| {
-            emulator::configure(&emulator::Config {
-                mutant: Some(mutant.name),
-                ..emulator::Config::checked(seed)
-            });
-            suite(seed).err()
-        });
-        let seen = seen.unwrap_or_else(|| panic!("`{}` was not seen", mutant.name));
-        eprintln!("{}: {}", mutant.name, seen.chars().take(100).collect::<String>());
-        num_caught += 1;
-    }
-    assert!(num_caught == 15, "{num_caught}");
+    assert_eq!(catch_mutants("linear", &emulator::seeds(3).collect::<Vec<_>>(), suite), 15);
 }
 
 #[test]

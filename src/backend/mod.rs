@@ -157,6 +157,17 @@ pub struct DraftState {
     pub(crate) text: Text,
 }
 
+impl DraftState {
+    /// The pairs that waited have run: all but the last are committed. Returns how many.
+    fn commit_pairs(&mut self) -> usize {
+        let num_committed = self.next_tokens.len().saturating_sub(1);
+        self.table.advance(num_committed);
+        self.next_tokens.drain(..num_committed);
+        self.first_is_written = !self.next_tokens.is_empty();
+        num_committed
+    }
+}
+
 /// A request's text so far, and how it goes on.
 #[derive(Debug, Default)]
 pub(crate) struct Text {

@@ -56,6 +56,18 @@ pub struct Eagle3Config {
 }
 
 impl Eagle3Config {
+    /// The table of a head without its own is the target's, and of either `[vocab, hidden]`.
+    ///
+    /// # Errors
+    /// *Misuse* when it is of another shape.
+    pub(crate) fn expect_table(&self, vocab: usize, hidden: usize) -> Result<()> {
+        if (vocab, hidden) == (self.target.vocab, self.hidden) {
+            return Ok(());
+        }
+        let wanted = format!("[{}, {}]", self.target.vocab, self.hidden);
+        Err(Error::misuse("embedding table", wanted, format!("[{vocab}, {hidden}]")))
+    }
+
     /// Length of a row of features: captured layers times the target's hidden size.
     pub fn feature_width(&self) -> usize {
         self.feature_layers.len() * self.target.hidden

@@ -44,3 +44,26 @@ pub fn outcome<T>(result: Result<T, Error>) -> Result<T, String> {
         None => result.map_err(|error| error.to_string()),
     }
 }
+
+/// What the emulator's driver has lent.
+pub fn held() -> [u64; 4] {
+    let report = emulator::report();
+    [report.num_allocations, report.num_host_allocations, report.num_streams, report.num_modules]
+}
+
+/// Runs `suite` with each mutant of a kernel, one seed after another until it sees the fault. Returns how many there
+/// are; one that is never seen is a failure.
+pub fn catch_mutants(kernel: &str, seeds: &[u64], suite: impl Fn(u64) -> Result<(), String>) -> usize {
+    let is_of_kernel = |name: &str| name.strip_prefix(kernel).is_some_and(|rest| rest.starts_with(": "));
+    let mutants = emulator::MUTANTS.iter().filter(|mutant| is_of_kernel(mutant.name));
+    let caught = mutants.map(|mutant| {
+        let seen = seeds.iter().find_map(|&seed| {
+            let checked = emulator::Config::checked(seed);
+            emulator::configure(&emulator::Config { mutant: Some(mutant.name), ..checked });
+            suite(seed).err()
+        });
+        let seen = seen.unwrap_or_else(|| panic!("`{}` was not seen", mutant.name));
+        eprintln!("{}: {}", mutant.name, seen.chars().take(100).collect::<String>());
+    });
+    caught.count()
+}

@@ -113,11 +113,7 @@ impl CpuHead {
                 Error::misuse("embedding table", "the target's, as the head has none", "none")
             })?,
         };
-        if (embedding.vocab(), embedding.hidden()) != (config.target.vocab, config.hidden) {
-            let wanted = format!("[{}, {}]", config.target.vocab, config.hidden);
-            let seen = format!("[{}, {}]", embedding.vocab(), embedding.hidden());
-            return Err(Error::misuse("embedding table", wanted, seen));
-        }
+        config.expect_table(embedding.vocab(), embedding.hidden())?;
         let shape = KvShape { num_layers: 1, num_kv_heads: config.num_kv_heads, head_dim: config.head_dim };
         let num_positions = limits.max_len + DraftTree::MAX_NODES;
         Ok(Self {
@@ -253,12 +249,8 @@ impl CpuHead {
         }
         (work.frontier, work.pairs) = (frontier, pairs);
         for &slot in active {
-            let state = &mut states[slot];
-            let num_done = state.next_tokens.len().saturating_sub(1);
-            state.table.advance(num_done);
-            waiting[slot].drain(..num_done * width);
-            state.next_tokens.drain(..num_done);
-            state.first_is_written = !state.next_tokens.is_empty();
+            let num_committed = states[slot].commit_pairs();
+            waiting[slot].drain(..num_committed * width);
         }
         Ok(())
     }

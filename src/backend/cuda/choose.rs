@@ -191,11 +191,7 @@ impl RowChooser {
         if num_rows == 0 {
             return Ok(&[]);
         }
-        let alignment = logits.format.bytes();
-        if logits.address == 0 || !logits.address.is_multiple_of(alignment as u64) {
-            let wanted = format!("an address that is a multiple of {alignment}");
-            return Err(Error::misuse("logits", wanted, format!("{:#x}", logits.address)));
-        }
+        logits.expect_aligned("logits", logits.format.bytes())?;
         self.packer.pack(rows, config.vocab, &config.columns)?;
         let row_units = config.columns.end.div_ceil(8) - config.columns.start / 8;
         self.workspaces.reserve(self.packer.num_workspaces() * row_units * 8 * size_of::<f32>())?;

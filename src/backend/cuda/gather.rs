@@ -41,9 +41,9 @@ const _: () = {
     assert!(size_of::<GatherFeatures>() == 40);
 };
 
-/// The kernel from features of one type to a head of another.
-pub(super) fn gather_kernel<F: Logit, W: Element>(cuda: &Cuda) -> Result<Kernel> {
-    cuda.kernel(&format!("ev_gather_features_{}_{}", F::NAME, W::NAME))
+/// The kernel from features of one type to a head of another, by their names.
+pub(super) fn gather_kernel(cuda: &Cuda, features: &str, half: &str) -> Result<Kernel> {
+    cuda.kernel(&format!("ev_gather_features_{features}_{half}"))
 }
 
 /// Queues the gathering of `count` rows. Neither allocates nor waits, and may be captured.
@@ -121,7 +121,7 @@ pub unsafe fn gather_features<F: Logit, W: Element>(
         width: width_words,
         reserved: 0,
     };
-    let kernel = gather_kernel::<F, W>(cuda)?;
+    let kernel = gather_kernel(cuda, F::NAME, W::NAME)?;
     // SAFETY: the types are the kernel's; lengths and streams were compared above, planes are borrowed mutably;
     // the rows are the caller's obligation, as are slices of the engine.
     unsafe { queue_gather(cuda, kernel, rows.len, &mut arguments) }

@@ -4,6 +4,7 @@
 mod abi;
 pub mod cost;
 mod layer;
+mod linears;
 mod waiting;
 
 use std::collections::HashMap;
@@ -182,12 +183,8 @@ impl CudaHead {
                 Error::misuse("embedding table", "the target's, as the head has none", "none")
             })?,
         };
-        embedding.expect_own(cuda)?;
-        if (embedding.vocab(), embedding.hidden()) != (config.target.vocab, config.hidden) {
-            let wanted = format!("[{}, {}]", config.target.vocab, config.hidden);
-            let seen = format!("[{}, {}]", embedding.vocab(), embedding.hidden());
-            return Err(Error::misuse("embedding table", wanted, seen));
-        }
+        cuda.expect_own("embedding table", embedding.stream)?;
+        config.expect_table(embedding.vocab(), embedding.hidden())?;
         let layer = Layer::new(cuda, checkpoint, embedding, limits)?;
         let max_requests = limits.max_requests;
         let max_rows = (max_requests * DraftTree::MAX_NODES).min(65_535);
@@ -223,9 +220,7 @@ impl CudaHead {
         features: View<'_>,
         rows: impl Iterator<Item = (usize, usize)>,
     ) -> Result<()> {
-        if features.stream != self.cuda.stream_id() {
-            return Err(Error::misuse("features", "memory of the speculator's `Cuda`", "another's"));
-        }
+        self.cuda.expect_own("features", features.stream)?;
         features.expect_aligned("features", features.format.bytes())?;
         let waiting = &mut self.waiting;
         waiting.list.clear();
@@ -302,13 +297,9 @@ impl CudaHead {
             }
         }
         for &slot in active {
-            let state = &mut states[slot];
-            let num_done = state.next_tokens.len().saturating_sub(1);
-            state.table.advance(num_done);
+            let num_committed = states[slot].commit_pairs();
             let Waiting { of_slot, free, .. } = &mut self.waiting;
-            free.extend(of_slot[slot].drain(..num_done));
-            state.next_tokens.drain(..num_done);
-            state.first_is_written = !state.next_tokens.is_empty();
+            free.extend(of_slot[slot].drain(..num_committed));
         }
         Ok(())
     }
@@ -370,10 +361,8 @@ impl CudaHead {
             }
             let Some(request) = request else { continue };
             let params = text.sampler.params();
-            let has_filters = params.top_k > 0 || params.top_p < 1.0 || params.min_p > 0.0;
-            let is_filtered = params.temperature > 0.0 && has_filters
-                || params.has_penalty()
-                || !text.sampler.biases().is_empty();
+            let is_filtered =
+                text.sampler.has_filters() || params.has_penalty() || !text.sampler.biases().is_empty();
             step.requests.push(abi::Request {
                 seed: params.seed,
                 slot: slot as u32,

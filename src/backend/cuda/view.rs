@@ -174,11 +174,4 @@ impl Embedding {
     pub fn hidden(&self) -> usize {
         self.hidden
     }
-
-    pub(super) fn expect_own(&self, cuda: &Cuda) -> Result<()> {
-        if self.stream == cuda.stream_id() {
-            return Ok(());
-        }
-        Err(Error::misuse("embedding table", "memory of the speculator's `Cuda`", "another's"))
-    }
 }

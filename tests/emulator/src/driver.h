@@ -99,7 +99,7 @@ struct MemoryHandle {
 struct Driver {
   bool is_initialized = false;
   int version = DEFAULT_VERSION;
-  size_t memory_limit[MAX_DEVICES] = {};
+  size_t memory_limit[MAX_DEVICES];
   DriverCounts counts{};
   uint64_t num_events = 0, num_graphs = 0, num_captures = 0;
   int compute_capability[2] = {12, 0};

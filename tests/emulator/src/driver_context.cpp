@@ -13,7 +13,7 @@ thread_local unsigned num_captures_of_thread = 0;
 Driver& driver() {
   static Driver* the = [] {
     auto* d = new Driver;
-    for (int i = 0; i < MAX_DEVICES; i++) d->contexts[i].device = i;
+    for (int i = 0; i < MAX_DEVICES; i++) d->contexts[i].device = i, d->memory_limit[i] = SIZE_MAX;
     return d;
   }();
   return *the;

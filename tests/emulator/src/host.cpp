@@ -1,5 +1,6 @@
 // The machine as its host sees it: configuration, enqueuing and waiting.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "machine.h"
@@ -94,7 +95,15 @@ void forget_order() {
 }  // namespace
 
 Machine& machine() {
-  static Machine* the = new Machine;  // never destroyed: host threads may outlive static destructors
+  // Never destroyed: host threads may outlive static destructors.
+  static Machine* the = [] {
+    auto* m = new Machine;
+    // For programs that have nothing of the emulator but the fake driver on their library path.
+    if (const char* blocks = std::getenv("EMU_RESIDENT_BLOCKS")) {
+      m->config.max_resident_blocks = unsigned(std::strtoul(blocks, nullptr, 10));
+    }
+    return m;
+  }();
   return *the;
 }
 

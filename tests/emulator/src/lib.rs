@@ -6,6 +6,11 @@
 //!
 //! A run is a function of the seed and of the sequence of calls from one host thread.
 //!
+//! # Programs
+//!
+//! A program that finds `fake-driver/libcuda.so` of the build on its library path runs on the emulator without knowing
+//! it: nothing is checked, on one device. `EMU_RESIDENT_BLOCKS=4` keeps few blocks at a time, which large grids need.
+//!
 //! # Several processes
 //!
 //! Each process has a machine of its own, with the same devices. Memory that one exports and others import

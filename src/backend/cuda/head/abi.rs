@@ -6,7 +6,7 @@ use bytemuck::{Pod, Zeroable};
 
 pub(super) const NONE: u32 = u32::MAX;
 /// Rows of the head in one pass at most.
-pub(super) const PASS_ROWS: usize = 64;
+pub(super) const PASS_ROWS: usize = crate::backend::cuda::linear::MAX_ROWS;
 pub(super) const MAX_DEPTH: usize = 258;
 pub(super) const MAX_CHUNKS: usize = 32;
 pub(super) const MIN_CHUNK_KEYS: usize = 256;

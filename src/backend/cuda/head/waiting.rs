@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::abi::PASS_ROWS;
 use crate::backend::cuda::context::{Cuda, Kernel};
+use crate::backend::cuda::gather::gather_kernel;
 use crate::backend::cuda::memory::Memory;
 use crate::backend::cuda::staging::Upload;
 use crate::backend::cuda::view::Format;
@@ -28,8 +29,7 @@ pub(super) struct Waiting {
 
 impl Waiting {
     pub(super) fn new(cuda: &Cuda, half: Format, config: &Eagle3Config, max_requests: usize) -> Result<Self> {
-        let kernel =
-            |format: Format| cuda.kernel(&format!("ev_gather_features_{}_{}", format.name(), half.name()));
+        let kernel = |format: Format| gather_kernel(cuda, format.name(), half.name());
         let mut waiting = Self {
             high: Memory::new(cuda, 0, 0)?,
             low: Memory::new(cuda, 0, 0)?,
