@@ -47,11 +47,18 @@ fn assert_names(error: &Error, function: &str) {
     assert!(error.to_string().contains(&call), "{function} failed, the error is: {error}");
 }
 
+/// The driver is looked at once in a process, whichever test comes first: not in a walk.
+fn prepare() {
+    emulator::install();
+    emulator::configure(&emulator::Config::fast());
+    Cuda::num_devices().unwrap();
+}
+
 /// Lets each driver call of `operation` fail, one after the other, on a fresh `scene`. Gives their names.
 ///
 /// `operation` gives an error, or asserts that its results are right.
 fn walk<S>(scene: impl Fn() -> S, operation: impl Fn(&mut S) -> Result<()>) -> Vec<String> {
-    emulator::configure(&emulator::Config::fast());
+    prepare();
     let mut functions = Vec::new();
     for nth in 1.. {
         let before = held();
@@ -363,8 +370,7 @@ fn dropping_them() {
 #[test]
 fn a_group_of_two_devices() {
     let _machine = emulator::exclusive();
-    emulator::install();
-    emulator::configure(&emulator::Config::fast());
+    prepare();
     let before = held();
     let mut functions = Vec::new();
     for nth in 1.. {
